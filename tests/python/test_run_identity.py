@@ -242,6 +242,36 @@ def test_a_run_writes_nothing_into_the_directory_of_another_run(run: Path) -> No
     assert not (run / "step-2").exists()
 
 
+@pytest.mark.parametrize("is_written", [True, False])
+def test_an_agent_writes_nothing_where_a_run_without_an_agent_has_begun(
+    run: Path, is_written: bool
+) -> None:
+    """Such a run has no id."""
+    made = torch_ckpt.Run(run, asynchronous=True, agent=True)
+    if is_written:
+        save(made, 1)
+    save(made, 3, persist=False)
+    move_away(run)
+    torch_ckpt.Run(run).save(2, {"w": torch.full((1000,), 2.0)})
+    with pytest.raises(CheckpointError, match="not the directory in which"):
+        made.close()
+    assert not (run / "run-id").exists()
+    assert torch_ckpt.Run(run).latest_step() == 2
+
+
+def test_a_run_saves_nothing_where_another_has_begun_at_the_path_of_its_local_directory(
+    run: Path, tmp_path: Path
+) -> None:
+    local = tmp_path / "local"
+    made = torch_ckpt.Run(run, local=local, keep_local=9)
+    save(made, 1)
+    move_away(local)
+    save(torch_ckpt.Run(local), 2)
+    with pytest.raises(CheckpointError, match="not the directory in which"):
+        save(made, 3)
+    assert not (local / "step-3").exists()
+
+
 def test_a_job_does_not_begin_where_one_of_the_former_run_still_saves(run: Path) -> None:
     with training(run) as made:
         save(made, 1)

@@ -20,13 +20,13 @@ import errno
 import os
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch_ckpt._core import _native
 from torch_ckpt.commits.probe import check_commit
-from torch_ckpt.commits.terms import newest_term
+from torch_ckpt.commits.terms import Term, check_directory, job_in, newest_term, term_in
 from torch_ckpt.errors import CheckpointError, NotFoundError, StorageError, UnsupportedError
 from torch_ckpt.filesystems.location import PENDING, Location
 
@@ -207,13 +207,20 @@ def check_reaches(url: str, run_id: RunId) -> None:
         )
 
 
-def claim_directory(directory: Location, folder: Path, *, may_recreate: bool) -> None:
+def claim_directory(
+    directory: Location,
+    folder: Path,
+    small_files: Mapping[str, bytes] | None = None,
+    *,
+    may_recreate: bool,
+) -> None:
     """Checks that a directory belongs to the run in memory, and writes the id if it is new.
 
     Does nothing if the memory (``folder``) has no id: a :class:`SnapshotAgent` without a ``Run``
     writes none. If the directory is gone, the run continues in a new one with ``may_recreate``,
     and CheckpointError is raised without it. Raises CheckpointError, too, if the directory belongs
-    to another run.
+    to another run. A run without an agent writes no id, so a directory without an id must not have
+    terms of other jobs alone: the ``small_files`` of the step name the job that saved it.
     """
     own = id_in_memory(folder)
     if own is None:
@@ -224,6 +231,8 @@ def claim_directory(directory: Location, folder: Path, *, may_recreate: bool) ->
             raise CheckpointError(
                 f"cannot write to {directory}: it {NO_ID}, and this run has the id {own.id}"
             )
+        if job := job_in(small_files):
+            check_directory(directory, Term(term_in(small_files), job=job), may_be_empty=True)
         write_id(directory, own.id)
     elif found != own.id:
         raise CheckpointError(

@@ -300,12 +300,13 @@ class Saves:
         snapshot = slots[0].memory.read()
         if not snapshot.directory:
             raise CheckpointError("cannot persist the save: it has no directory")
-        directory, shared, _ = Destination.of(snapshot)
+        directory, shared, files = Destination.of(snapshot)
         if shared is not None:
             # One for all saves: each call to a directory that never answers leaves a thread.
             answers = self._answers.setdefault(str(shared), Answers(shared))
             answers.get(functools.partial(check_shared, shared, self._folder))
-        claim_directory(directory.parent, self._folder, may_recreate=self._is_live(save))
+        may_recreate = self._is_live(save)
+        claim_directory(directory.parent, self._folder, files, may_recreate=may_recreate)
         return directory
 
     def _persist(self, slots: list[SlotFile], directory: Location) -> list[Difference]:

@@ -37,6 +37,7 @@ __all__ = [
     "Term",
     "check_directory",
     "check_term",
+    "job_in",
     "newest_term",
     "superseded",
     "take_term",
@@ -189,19 +190,20 @@ def check_term(
         raise superseded(run, newest)
 
 
-def check_directory(run: Location, term: Term) -> None:
-    """Checks that a path still leads to the directory in which a term of this process was taken.
+def check_directory(run: Location, term: Term, *, may_be_empty: bool = False) -> None:
+    """Checks that a path still leads to the directory in which a term was taken.
 
-    Raises CheckpointError if the directory is empty, or has terms and none of this job, and
-    StorageError if it cannot be read. A directory with steps and without terms passes: a program
-    may have removed old files.
+    Raises CheckpointError if the directory has terms and none of the same job, or has neither terms
+    nor steps, unless it ``may_be_empty``. Raises StorageError if it cannot be read. A directory
+    with steps and without terms passes: a program may have removed old files.
     """
     found = term_at(run, term.number)
     if found is None:
         names = _names(run)
         others = [term_at(run, number) for number in _numbers_among(names)]
         found = next((each for each in others if each and each.job == term.job), None)
-        if found is None and not others and any(map(STEP_NAME.fullmatch, names)):
+        has_steps = any(map(STEP_NAME.fullmatch, names))
+        if found is None and not others and (may_be_empty or has_steps):
             return
     if found is None or found.job != term.job:
         whose = f"that of {found}" if found else f"no term-{term.number}"
@@ -238,6 +240,13 @@ def term_in(small_files: Mapping[str, bytes] | None) -> int:
         if type(number) is int and 0 < number < 1 << 64:
             return number
     return 0
+
+
+def job_in(small_files: Mapping[str, bytes] | None) -> str:
+    """Returns the id of the job that saved a step with these small files; empty if unknown."""
+    with contextlib.suppress(ValueError, KeyError):
+        return from_json((small_files or {})[BRANCH], lambda record: str(record["job"]))
+    return ""
 
 
 def _remove_former(run: Location, number: int) -> None:

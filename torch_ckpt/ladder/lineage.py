@@ -82,7 +82,7 @@ class Lineage:
                 self._warn(f"was restored, but step {after} of", step, "the next save leaves it")
 
     def saving(self, step: int) -> dict[str, bytes]:
-        """Returns the small file, by name, that records the term and the branch of a step to save.
+        """Returns the small file, by name, that records the term, job and branch of a step to save.
 
         Takes a term for the first step, for a step below one that this process has saved, after
         steps were discarded, and if the directory is gone: the save creates it again. Raises
@@ -102,7 +102,7 @@ class Lineage:
         else:
             self.check_here()
         self._saved = step
-        record: dict[str, int | None] = {"term": self._term.number}
+        record: dict[str, int | str | None] = {"term": self._term.number, "job": self._job}
         if self._is_branch:
             record["continued_from"] = self._root
         return {BRANCH: json.dumps(record).encode()}
@@ -145,7 +145,10 @@ class Lineage:
         if self._is_alone:
             self.check()
         elif self._term is not None:
-            check_term(self._disks[0].directory, self._term.number)
+            local = self._disks[0].directory
+            check_term(local, self._term.number)
+            if self._term.job:
+                check_directory(local, self._term, may_be_empty=True)
 
     def _is_gone(self) -> bool:
         """Returns whether nothing is at the path of a run on disk without a local directory."""
