@@ -73,6 +73,59 @@ def test_a_failed_read_of_metrics_removes_no_step(
     assert steps_in(tmp_path) == [10, 40]
 
 
+def test_a_failed_read_of_local_metrics_removes_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path / "run", local=tmp_path / "local", keep_best=1, monitor="loss")
+    with run:
+        run._promotion.cancel()  # As during an outage of the run's directory.
+        real = Location.read
+
+        def fails(file: Location, *arguments: Any, **options: Any) -> Any:
+            if str(file).endswith("local/step-20/metrics.json"):
+                raise StorageError("cannot read it", errno.ESTALE)
+            return real(file, *arguments, **options)
+
+        monkeypatch.setattr(Location, "read", fails)
+        save_all(run, {10: 3.0, 20: 1.0})
+        monkeypatch.undo()
+        save_all(run, {30: 2.0, 40: 4.0})
+        assert {20, 40} <= {*steps_in(tmp_path / "local")}
+    with Run(tmp_path / "run", local=tmp_path / "local", keep_best=1, monitor="loss") as run:
+        run.wait(promoted=True)
+        assert run.best_step() == 20
+
+
+@pytest.mark.parametrize("is_new_job", [True, False])
+@pytest.mark.parametrize("metrics", [{"loss": 9.0}, None], ids=["worse", "none"])
+def test_the_metric_of_a_step_is_that_of_the_save_that_a_restore_loads(
+    metrics: dict[str, float] | None, is_new_job: bool, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"local": tmp_path / "local", "keep_local": 9, "monitor": "loss"}
+    run = save_all(Run(tmp_path / "run", **options), {4: 2.0, 5: 1.0})
+    run.wait(promoted=True)
+    if is_new_job:
+        run.close()
+        run = Run(tmp_path / "run", **options)
+        assert run.restore(state_of(0)) == 5
+    run._promotion.cancel()
+    run.save(5, state_of(9), metrics=metrics)
+    assert run.best_step() == 4
+    assert Run(tmp_path / "run", monitor="loss").best_step() == 5, "it is not promoted yet"
+
+
+def test_a_restore_of_a_given_step_prefers_the_later_save(tmp_path: Path) -> None:
+    with Run(tmp_path / "run", local=tmp_path / "local", keep_local=9) as first:
+        save_all(first, {5: 1.0})
+    with Run(tmp_path / "run") as second:
+        assert second.restore(state_of(0)) == 5
+        second.save(5, state_of(7))
+    state = state_of(0)
+    third = Run(tmp_path / "run", local=tmp_path / "local")
+    assert third.restore(state, step=5) == 5
+    assert state["w"].eq(state_of(7)["w"]).all()
+
+
 def test_metrics_survive_the_process_and_belong_to_their_step(tmp_path: Path) -> None:
     save_all(Run(tmp_path), LOSSES)
     assert metrics_of(Location(tmp_path / "step-10")) == {"loss": 3.0, "accuracy": -3.0}

@@ -166,7 +166,7 @@ class Ladder:
     def restore_step(self, state: dict[str, Any], step: object, strict: bool | None = None) -> int:
         """Loads a step from the first rung with the whole step, or else from the last rung.
 
-        Prefers steps of the lineage to others with the same number. Returns the step as an ``int``.
+        Of several saves of the step, prefers those of the lineage, and then the latest term. Returns the step as an ``int``.
         Raises TypeError if it is not an integer.
         """
 
@@ -182,7 +182,7 @@ class Ladder:
             found = [_Found(step, n, self._rungs[n].term_of(step, by_rung[n])) for n in with_step]
             with contextlib.suppress(*([CheckpointError] if found else [])):
                 found.append(_Found(step, last[0], last[1].term_of(step, by_rung[last[0]])))
-            found.sort(key=lambda each: not self._term.has(step, each.term))
+            found.sort(key=lambda each: (not self._term.has(step, each.term), -each.term))
             return found, max([step, *(max(steps, default=step) for steps in memory.values())])
 
         self.loaded = None

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch_ckpt.commits.terms import Term
-from torch_ckpt.errors import CheckpointError
+from torch_ckpt.errors import CheckpointError, StorageError
 from torch_ckpt.ladder.retention import Retention
 from torch_ckpt.ladder.step_directories import StepDirectories
-from torch_ckpt.ladder.step_files import metrics_of
+from torch_ckpt.ladder.step_files import readable_metrics_of
 
 __all__ = ["Choice", "Progress", "PromotionSteps", "Report", "StepsOfOnePlace"]
 
@@ -159,6 +159,8 @@ class PromotionSteps:
             each = self._of(step)
             if each.state is _State.UNREADABLE:
                 each.term, each.state = term, _State.UNCHOSEN
+                if step not in passed_over:  # The run may have another save of it.
+                    each.value = None
                 self.pass_over([step] if step in passed_over else [])
 
     def set_lineage(self, lineage: Term) -> None:
@@ -374,7 +376,8 @@ class PromotionSteps:
     def _retained(self, local: Iterable[int], *, also: Collection[int] = ()) -> set[int]:
         """Returns the steps in either directory that the run retains.
 
-        Steps that are passed over, and not in the run, do not count, except ``also``.
+        Steps that are passed over, and not in the run, do not count, except ``also``. A local step
+        whose metrics cannot be read now remains, because it may be the best.
         """
         here = {s for s in local if s in also or self._of(s).state is not _State.PASSED_OVER}
         steps = {step for step, each in self._steps.items() if each.is_in_run} | here
@@ -382,13 +385,19 @@ class PromotionSteps:
         if self._saved is not None:  # Newer steps are on an abandoned branch.
             steps = {step for step in steps if step <= self._saved}
 
+        unknown: set[int] = set()
+
         def values() -> dict[int, float]:
+            monitor = self._retention.monitor or ""
             for each, known in ((step, self._of(step)) for step in steps):
-                if known.value is None:
-                    monitor, path = self._retention.monitor or "", self._directory.path(each)
-                    known.value = (
-                        metrics_of(path).get(monitor, math.nan) if each in here else math.nan
-                    )
+                if known.value is None and each not in here:
+                    known.value = math.nan
+                elif known.value is None:
+                    try:
+                        metrics = readable_metrics_of(self._directory.path(each))
+                        known.value = metrics.get(monitor, math.nan)
+                    except StorageError:
+                        unknown.add(each)
             found = {step: self._of(step).value for step in steps}
             return {s: v for s, v in found.items() if v is not None and not math.isnan(v)}
 
@@ -404,7 +413,7 @@ class PromotionSteps:
                 self._directory.check_whole(self._directory.path(step))
 
         chosen = self._retention.choose(steps, values, ages, check)
-        return steps.difference(chosen.failed, set(chosen.older) - chosen.retained)
+        return steps.difference(chosen.failed, set(chosen.older) - chosen.retained - unknown)
 
 
 class StepsOfOnePlace(PromotionSteps):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -17,7 +18,13 @@ from torch_ckpt.errors import (
 )
 from torch_ckpt.formats.committed import metadata_prefixes
 from torch_ckpt.ladder.step_directories import Mode, StepDirectories, is_whole_in
-from torch_ckpt.ladder.step_files import agreed, leased_steps, listed_steps, whole_number
+from torch_ckpt.ladder.step_files import (
+    agreed,
+    committed_steps,
+    leased_steps,
+    listed_steps,
+    whole_number,
+)
 from torch_ckpt.ladder.times import age_s
 
 __all__ = ["Chosen", "Retention"]
@@ -78,21 +85,30 @@ class Retention:
             return None
         lineage = newest_term(disks[-1].directory)
 
-        def may_count(disk: StepDirectories, step: int) -> bool:
+        def counted_term(disk: StepDirectories, step: int) -> int | None:
+            """Returns the term of a step that counts; -1 if it is unknown."""
             try:
-                return lineage.has(step, disk.term_of(step))
+                term = disk.term_of(step)
             except CheckpointError:  # It counts if it is whole.
-                return True
+                return -1
+            return term if lineage.has(step, term) else None
 
         def scan() -> tuple[list[int], list[int]]:
             """Returns the best steps, and better ones that are not whole or no longer exist."""
             values: dict[int, float] = {}
+            terms: dict[int, int] = {}
             having: dict[int, list[StepDirectories]] = {}
             for disk in disks:
-                for step, value in disk.values(monitor).items():
-                    if may_count(disk, step):
-                        values[step] = value
+                unreadable: set[int] = set()
+                found = disk.values(monitor, unreadable)
+                # The directories may have different saves of a step, with the metric or without.
+                counted = found if len(disks) == 1 else committed_steps(disk.directory)
+                for step in set(counted).difference(unreadable):
+                    if (term := counted_term(disk, step)) is not None:
                         having.setdefault(step, []).append(disk)
+                        if term > terms.get(step, -2):  # As in a restore.
+                            terms[step], values[step] = term, found.get(step, math.nan)
+            values = {step: value for step, value in values.items() if not math.isnan(value)}
             others: list[int] = []
 
             def is_whole(step: int) -> bool:
