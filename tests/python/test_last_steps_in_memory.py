@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,7 +22,7 @@ from torch_ckpt import Run
 from torch_ckpt.agent import AgentOptions, SnapshotAgent
 from torch_ckpt.agent.memory import folder_of, has_agent, open_folder, run_of
 from torch_ckpt.agent.process import _Listener
-from torch_ckpt.errors import CheckpointError
+from torch_ckpt.errors import CheckpointError, StorageError
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("memory")]
 
@@ -62,9 +65,26 @@ def test_close_writes_the_last_step_and_waits_for_it(run: Path) -> None:
     assert [path.name for path in run.glob("step-*")] == ["step-2"]
 
 
-def test_close_promotes_the_last_step(tmp_path: Path) -> None:
-    in_memory_alone(tmp_path / "run", local=tmp_path / "local").close()
+def discard_nothing(run: Run) -> None:
+    assert run.discard_after(2) == []
+
+
+def save_without_the_agent(run: Run) -> None:
+    """From now on, as if the memory were too small."""
+    backend: Any = run._backend
+    backend._agent.reserve = Mock(side_effect=StorageError("ENOSPC"))
+    with pytest.warns(UserWarning, match="without an agent: ENOSPC"):
+        run.reserve(state_of(0))
+
+
+@pytest.mark.parametrize("first", [lambda run: None, discard_nothing, save_without_the_agent])
+def test_close_promotes_the_last_step(first: Callable[[Run], None], tmp_path: Path) -> None:
+    run = in_memory_alone(tmp_path / "run", local=tmp_path / "local")
+    first(run)
+    assert_restores(run, 2)
+    run.close()
     assert is_on_disk(tmp_path / "run", 2)
+    until(lambda: not folder_of(run_of(tmp_path / "run")).exists())
 
 
 def fill_the_disk(path: Path) -> contextlib.AbstractContextManager[None]:
@@ -84,16 +104,24 @@ def replace_the_directory(path: Path) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("fault", "reason"), [(fill_the_disk, "ENOSPC"), (replace_the_directory, "another run")]
+    ("fault", "reason", "first"),
+    [
+        (fill_the_disk, "ENOSPC", lambda run: None),
+        (fill_the_disk, "ENOSPC", discard_nothing),
+        (fill_the_disk, "ENOSPC", save_without_the_agent),
+        (replace_the_directory, "another run", lambda run: None),
+    ],
 )
 def test_close_reports_a_last_step_that_is_in_memory_alone(
     small_disk: Path,
     fault: Callable[[Path], contextlib.AbstractContextManager[None]],
     reason: str,
+    first: Callable[[Run], None],
 ) -> None:
     path = small_disk / "run"
     run = in_memory_alone(path)
     with fault(path):
+        first(run)
         with pytest.raises(CheckpointError, match=f"(?s)step 2 was not saved.*{reason}") as error:
             run.close()
         run.close()  # Nothing more to report.
@@ -105,6 +133,33 @@ def test_close_reports_a_last_step_that_is_in_memory_alone(
     with Run(path, asynchronous=True, agent=True) as run:
         assert_restores(run, 2)
     until(lambda: is_on_disk(path, 2))
+
+
+@pytest.mark.parametrize("saves", [False, True])
+def test_a_restore_reads_the_memory_of_an_agent_that_was_lost(
+    saves: bool, run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = in_memory_alone(run, timeout_s=1)
+    agent = int((folder_of(run_of(run)) / "agent.lock").read_text())
+    os.kill(agent, signal.SIGSTOP)
+    try:
+        with pytest.warns(UserWarning, match="without an agent: the agent .* did not answer"):
+            job.reserve(state_of(0))
+        assert job.latest_step() == 2
+        assert_restores(job, 2)
+        with Run(run) as other:
+            assert_restores(other, 1)
+        assert "has steps (2) in the shared memory" in caplog.text
+        if saves:
+            job.save(3, state_of(3))
+            job.close()  # Step 2 is not the last one.
+        else:
+            with pytest.raises(CheckpointError, match=r"step 2 was not saved: .*not answer"):
+                job.close()
+    finally:
+        os.kill(agent, signal.SIGCONT)
+    with Run(run, asynchronous=True, agent=True) as next_job:
+        assert_restores(next_job, 3 if saves else 2)
 
 
 KILLED = """

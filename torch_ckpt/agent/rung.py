@@ -26,17 +26,12 @@ class SnapshotRung:
         self, memory: SnapshotAgent | SnapshotMemory, *, reader: dict[str, Any] | None = None
     ) -> None:
         self._memory = memory
-        self._has_ended = False
         self.unreadable: dict[int, StorageError] = {}  # Memory is read as a whole, or not at all.
         self._reader = reader or {}
 
-    def end(self) -> None:
-        """Makes the rung empty, because the agent writes its steps to disk and ends."""
-        self._has_ended = True
-
     def report(self) -> SlotReport:
         """Returns the slots in the memory of this machine, on its first rank."""
-        return (-1, []) if self._has_ended else self._memory.slot_report()
+        return self._memory.slot_report()
 
     def steps(self, reports: Sequence[SlotReport], lineage: Term | None = None) -> Iterator[int]:
         """Returns the steps whose slots are all in memory on some machine, the newest first."""

@@ -8,7 +8,7 @@ import functools
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -148,6 +148,7 @@ class SnapshotAgent:
             undo.pop_all()
         self._newest: Path | None = None  # Slot of the last save, if it was staged.
         self._in_memory: StagedSave | None = None  # The last save, unless its write was requested.
+        self._former: StagedSave | None = None  # The same before the save that was staged last.
         self._slots = OwnSlots(
             self._client, self._stages, self._replication, options.check_replicas, timeout_s
         )
@@ -234,7 +235,7 @@ class SnapshotAgent:
         with using, gc_paused():
             header = self._member.header(self._slots.sequence, step, persist=persist)
             self._slots.sequence += 1
-            self._newest = None
+            self._newest, self._former = None, self._in_memory
             try:
                 wait_s = self.timeout_s if self.on_busy == "wait" else 0.0
                 filled = self._slots.fill(header, list_items, wait_s, sync=sync)
@@ -260,17 +261,20 @@ class SnapshotAgent:
             return StagedSave(header, target.directory)
 
     def withdraw(self) -> None:
-        """Discards the save that was staged last."""
+        """Discards the save that was staged last. The save before it may be the last one again."""
         if self._newest is not None and os.getpid() == self._pid:  # A forked child has no slots.
             self._slots.discard(self._newest)
-            self.forget()
+            self._in_memory = self._former
+            self.forget(lambda _: False)
 
-    def forget(self) -> None:
-        """Forgets the save that was staged last, after its snapshots were discarded.
+    def forget(self, is_discarded: Callable[[int], bool]) -> None:
+        """Forgets the last save if it is of a step whose snapshots were discarded.
 
         All ranks call this method, and no rank saves again before all have.
         """
-        self._newest = self._in_memory = None
+        self._newest = None
+        if self._in_memory is not None and is_discarded(self._in_memory.header.step):
+            self._in_memory = None
         self._slots.share.reset()
 
     def persist(self, staged: StagedSave) -> None:

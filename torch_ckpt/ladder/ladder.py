@@ -166,8 +166,8 @@ class Ladder:
     def restore_step(self, state: dict[str, Any], step: object, strict: bool | None = None) -> int:
         """Loads a step from the first rung with the whole step, or else from the last rung.
 
-        Of several saves of the step, prefers those of the lineage, and then the latest term. Returns the step as an ``int``.
-        Raises TypeError if it is not an integer.
+        Of several saves of the step, prefers those of the lineage, and then the latest term.
+        Returns the step as an ``int``. Raises TypeError if it is not an integer.
         """
 
         def choose(answers: list[tuple[int, list[Any]]]) -> tuple[list[_Found], int]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
 
-from torch_ckpt.agent.memory import folder_of, has_agent, run_of
+from torch_ckpt.agent.memory import folder_of, has_agent, is_stopped, run_of
 from torch_ckpt.agent.slot_reports import unread_steps
 from torch_ckpt.commits.leases import lease
 from torch_ckpt.coordination.exclusive import exclusive
@@ -187,11 +187,12 @@ class StepLoads(Ending):
     def _warn_of_memory(self, restored: int | None) -> None:
         """Warns of newer steps in the memory of this machine, from which this job restores none.
 
-        Logs it: as an error, a warning would be raised on one rank only. Not while an agent runs,
+        Logs it: as an error, a warning would be raised on one rank only. Not while an agent works,
         which writes the steps of a training that is in progress or has died.
         """
         run = self._disks[-1].directory
-        if has_agent(folder_of(run_of(str(run)))):
+        folder = folder_of(run_of(str(run)))
+        if has_agent(folder) and not is_stopped(folder):
             return
         try:
             steps, why = unread_steps(run, restored), ""

@@ -379,7 +379,7 @@ class StepSaves:
     def discard_from_memory(self, is_discarded: Callable[[int], bool]) -> None:
         """Discards steps from the memory of this machine."""
         discard_from_memory(self._disks[-1].directory, is_discarded)
-        self._backend.forget()
+        self._backend.forget(is_discarded)
 
     def _committed(self, step: int, record: Record | None) -> None:
         """Counts a committed step, then promotes it or removes old steps."""

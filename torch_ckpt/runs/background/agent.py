@@ -6,6 +6,7 @@ import functools
 import logging
 import os
 import socket
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -63,9 +64,10 @@ class AgentBackend(ThreadBackend):
         super().__init__(**options)
         self._agent, self._group, self._run = agent, group, run
         self._warned: set[str] = set()
-        self._memory = SnapshotRung(agent, reader=reader)
-        self.rungs = [self._memory]
+        self.rungs = [SnapshotRung(agent, reader=reader)]
         self.can_stay_in_memory = True  # Until the ranks save without the agent.
+        # Then the agent writes the last step, if it is in memory only and no later save succeeds.
+        self._last: tuple[int, Future[Any]] | None = None
 
     def save(
         self, step: int, state: dict[str, Any], path: str | os.PathLike[str], *, persist: bool
@@ -102,6 +104,7 @@ class AgentBackend(ThreadBackend):
                 return future
 
         def discard() -> None:
+            self.forget(lambda each: each == step)
             try:  # First: the agent, which may be frozen, must not commit an older copy later.
                 discard_from_memory(self._run, lambda each: each == step)
             except StorageError as error:  # The system refuses to map the memory.
@@ -110,7 +113,13 @@ class AgentBackend(ThreadBackend):
         self._group.decide(
             "saving without the agent", discard, lambda _: None, timeout_s=self._agent.timeout_s
         )
-        return super().save(step, state, path, persist=True)
+        future = super().save(step, state, path, persist=True)
+        future.add_done_callback(self._saved)
+        return future
+
+    def _saved(self, ended: Future[Any]) -> None:
+        if ended.exception() is None:
+            self._last = None
 
     def reserve(self, state: dict[str, Any]) -> None:
         """Allocates memory for states like this."""
@@ -127,11 +136,16 @@ class AgentBackend(ThreadBackend):
         return super().copy(source, target, **options)
 
     def write_newest(self) -> tuple[int, Future[Any]] | None:
-        return self._agent.write_newest() if self.can_stay_in_memory else None
-
-    def forget(self) -> None:
         if self.can_stay_in_memory:
-            self._agent.forget()
+            return self._agent.write_newest()
+        last, self._last = self._last, None
+        return last
+
+    def forget(self, is_discarded: Callable[[int], bool]) -> None:
+        if self.can_stay_in_memory:
+            self._agent.forget(is_discarded)
+        elif self._last is not None and is_discarded(self._last[0]):
+            self._last = None
 
     def leave(self) -> None:
         if self.can_stay_in_memory:
@@ -172,10 +186,11 @@ class AgentBackend(ThreadBackend):
             return result
         undo()
         self.can_stay_in_memory = False
-        self._memory.end()
-        self.rungs = []  # Restores now warn of newer steps in memory.
-        self._agent.forget()
-        self._agent.close()  # The agent writes its snapshots to disk.
+        self._last, close = self._agent.write_newest(), self._agent.close
+        if self._last is None:
+            close()  # The agent writes its snapshots to disk.
+        else:  # Training does not wait. The thread of the future cannot close, which waits for it.
+            self._last[1].add_done_callback(lambda _: threading.Thread(target=close).start())
         if self._group.is_coordinator:
             _warn_of(reason)
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -62,8 +62,8 @@ class ThreadBackend:
     def reserve(self, state: dict[str, Any]) -> None:
         """Allocates memory for states like this, if the backend reserves memory."""
 
-    def forget(self) -> None:
-        """Drops the step that was saved last, after steps were discarded from memory."""
+    def forget(self, is_discarded: Callable[[int], bool]) -> None:
+        """Drops the step that was saved last, if it was discarded from memory."""
 
     def leave(self) -> None:
         """Leaves the snapshots in memory for the next process."""
