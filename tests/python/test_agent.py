@@ -591,7 +591,9 @@ def test_a_run_has_one_process_for_each_rank(agent: SnapshotAgent, run: Path) ->
     script = (
         "import sys; from torch_ckpt.agent.trainer import SnapshotAgent; SnapshotAgent(sys.argv[1])"
     )
-    assert f"process {os.getpid()} already" in run_trainer(script, run)[1]
+    error = run_trainer(script, run)[1]
+    assert f"process {os.getpid()} already" in error
+    assert "close its Run, or end it" in error
     agent.stage(state_of(1), run / "1", step=1)
 
 

@@ -384,7 +384,8 @@ def test_a_step_copied_without_dotfiles_is_named_by_a_restore(tmp_path: Path) ->
         lambda: Run(tmp_path / "copy").latest_step(),
     ):
         [message] = warned(found)
-        assert message.startswith(f"step 300 is passed over: {tmp_path}/copy/step-300 has __0_0_")
+        begin = f"step 300 is passed over in {tmp_path}/copy: {tmp_path}/copy/step-300 has __0_0_"
+        assert message.startswith(begin)
         assert f"but lacks .metadata and {index}" in message
 
     save_steps(tmp_path / "copy", 200)

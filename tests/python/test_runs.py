@@ -107,7 +107,7 @@ def test_a_stock_checkpoint_is_a_step_unless_a_file_is_short(tmp_path: Path) -> 
 
     truncate(data_file(tmp_path, 2), 4096)
 
-    with pytest.warns(UserWarning, match="step 2 is passed over: .* has 4096 bytes"):
+    with pytest.warns(UserWarning, match=r"step 2 is passed over in /.*: .* has 4096 bytes"):
         assert Run(tmp_path).latest_step() == 1
 
 

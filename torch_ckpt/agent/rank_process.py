@@ -103,13 +103,14 @@ class RankProcesses:
             if each.rank != rank and each.is_active(pid):
                 raise CheckpointError(
                     f"cannot register rank {rank}: process {each.pid} of another job already has "
-                    f"rank {each.rank} of this run"
+                    f"rank {each.rank} of this run; close its Run, or end it"
                 )
         found = self._processes.get(rank)
         if found is None or found.pid != pid or found.session != session:
             if found is not None and found.is_active(pid):
                 raise CheckpointError(
-                    f"cannot register rank {rank}: process {found.pid} already has this rank"
+                    f"cannot register rank {rank}: process {found.pid} already has this rank of "
+                    "this run; close its Run, or end it"
                 )
             found = self._processes[rank] = RankProcess(rank, session, pid)
         self.ranks = ranks

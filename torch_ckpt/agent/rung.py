@@ -22,6 +22,8 @@ __all__ = ["SnapshotRung"]
 class SnapshotRung:
     """The steps of a run in shared memory, as a rung. ``memory`` finds them."""
 
+    place = "shared memory"
+
     def __init__(
         self, memory: SnapshotAgent | SnapshotMemory, *, reader: dict[str, Any] | None = None
     ) -> None:

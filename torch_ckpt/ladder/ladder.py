@@ -56,10 +56,12 @@ _MOST_TRIES = 100
 class Rung(Protocol):
     """A place with steps of a run: memory, a directory, or the directories of several machines.
 
-    ``unreadable`` are the steps among those of :meth:`steps` that cannot be read now, and may be
-    whole, with their errors.
+    ``place`` names it in warnings. A step that is passed over there may be restored from another
+    place. ``unreadable`` are the steps among those of :meth:`steps` that cannot be read now, and
+    may be whole, with their errors.
     """
 
+    place: str
     unreadable: dict[int, StorageError]
 
     def report(self) -> Any:
@@ -149,7 +151,10 @@ class Ladder:
                 except CheckpointException as error:
                     if not _is_damage(error):
                         raise
-                    warnings.warn(f"step {found.step} is passed over: {why(error)}", stacklevel=3)
+                    passed_over = (
+                        f"step {found.step} is passed over in {self._rungs[found.rung].place}"
+                    )
+                    warnings.warn(f"{passed_over}: {why(error)}", stacklevel=3)
                     failure = failure or error
                 else:
                     return found.step

@@ -70,7 +70,7 @@ class StepDirectories:
     def __init__(
         self, directory: Location, *, verify: Verify = "quick", reader: dict[str, Any] | None = None
     ) -> None:
-        self.directory = directory
+        self.directory, self.place = directory, str(directory)
         self._warned: set[str] = set()  # Names of directories that could not be removed.
         self._renewed_s = -math.inf  # By the monotonic clock.
         self.unreadable: dict[int, StorageError] = {}
@@ -146,7 +146,8 @@ class StepDirectories:
             step, absent = agreed(scan, lambda found: found[0] is not None and not found[1])
             for other in sorted({*damaged, *absent}, reverse=True):
                 if reason := damaged.get(other) or what_is_missing(self.path(other)):
-                    warnings.warn(f"step {other} is passed over: {reason}", stacklevel=2)
+                    passed_over = f"step {other} is passed over in {self.place}"
+                    warnings.warn(f"{passed_over}: {reason}", stacklevel=2)
             if step is None:
                 return
             passed |= {*damaged, *absent, step}
