@@ -198,7 +198,7 @@ def mount_tmpfs(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
     try:
         yield mount
     finally:
-        for path in mounted:
+        for path in filter(os.path.ismount, mounted):
             subprocess.run(["umount", "-l", str(path)], check=True)
 
 

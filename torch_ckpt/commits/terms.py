@@ -38,6 +38,7 @@ __all__ = [
     "check_directory",
     "check_term",
     "newest_term",
+    "other_directory",
     "superseded",
     "take_term",
     "term_at",
@@ -205,11 +206,15 @@ def check_directory(run: Location, term: Term) -> None:
             return
     if found is None or found.job != term.job:
         whose = f"that of {found}" if found else f"no term-{term.number}"
-        raise CheckpointError(
-            f"cannot use {run}: it is not the directory in which this job began to save, because "
-            f"it has {whose}. That directory may have been moved or unmounted. To "
-            "continue here, start the job again"
-        )
+        raise other_directory(run, f"it has {whose}")
+
+
+def other_directory(run: Location, why: str) -> CheckpointError:
+    """Returns the error of a job whose directory is no longer at its path."""
+    return CheckpointError(
+        f"cannot use {run}: it is not the directory in which this job began to save, because {why}"
+        ". That directory may have been moved or unmounted. To continue here, start the job again"
+    )
 
 
 def superseded(run: Location, newest: Term) -> SupersededError:
