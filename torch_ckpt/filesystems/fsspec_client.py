@@ -17,6 +17,7 @@ from torch_ckpt.errors import StorageError, UnsupportedError
 from torch_ckpt.filesystems.store_client import (
     METADATA,
     StoreClient,
+    copied,
     grown_part_nbytes,
     pending_path,
 )
@@ -88,9 +89,7 @@ class FsspecClient(StoreClient):
             with self._store(path).open(self._key(path), "wb", block_size=part_nbytes) as file:
                 try:
                     sent_nbytes = 0
-                    for window in windows:
-                        contents = bytes(window)
-                        del window  # Frames of an error may keep it alive; the save waits.
+                    for contents in copied(windows):
                         if hasattr(file, "blocksize"):  # Some clients have no parts.
                             file.blocksize = grown_part_nbytes(part_nbytes, sent_nbytes)
                         file.write(contents)

@@ -28,7 +28,13 @@ from torch_ckpt.errors import (
     UnsupportedError,
 )
 from torch_ckpt.filesystems.passwords import without_secrets
-from torch_ckpt.filesystems.store_client import METADATA, PENDING, StoreClient, pending_path
+from torch_ckpt.filesystems.store_client import (
+    METADATA,
+    PENDING,
+    StoreClient,
+    copied,
+    pending_path,
+)
 
 try:
     import hdfs_native
@@ -118,10 +124,9 @@ class HdfsClient(StoreClient):
 
     def put_stream(self, path: str, part_nbytes: int, windows: Iterator[Buffer]) -> None:
         def write(client: hdfs_native.Client, key: str) -> None:
-            writer = self._patiently(self._begin, client, key, bytes(next(windows, b"")))
-            for window in windows:
-                contents = bytes(window)
-                del window  # Frames of an error may live on, and the save waits for it.
+            parts = copied(windows)
+            writer = self._patiently(self._begin, client, key, next(parts, b""))
+            for contents in parts:
                 self._call(writer.write, contents)
             self._call(self._finish, writer)
 
