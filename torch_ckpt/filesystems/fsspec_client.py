@@ -9,9 +9,7 @@ import inspect
 import logging
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
-
-from typing_extensions import Buffer
+from typing import TYPE_CHECKING, Any
 
 from torch_ckpt.errors import StorageError, UnsupportedError
 from torch_ckpt.filesystems.store_client import (
@@ -26,6 +24,9 @@ try:
     import fsspec
 except ImportError as error:
     raise UnsupportedError("fsspec is not installed") from error
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 __all__ = ["FsspecClient", "is_known"]
 

@@ -16,9 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import Any, TypeVar
-
-from typing_extensions import Buffer
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch_ckpt.errors import (
     CheckpointError,
@@ -42,6 +40,9 @@ except ImportError as error:
     raise UnsupportedError(
         "cannot reach HDFS: hdfs-native is not installed; pip install hdfs-native"
     ) from error
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 __all__ = ["HdfsClient"]
 

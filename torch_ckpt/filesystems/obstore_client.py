@@ -15,9 +15,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
-
-from typing_extensions import Buffer
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch_ckpt.errors import (
     CheckpointError,
@@ -36,6 +34,9 @@ except ImportError as error:
     raise UnsupportedError(
         "cannot reach an object store: obstore is not installed; pip install obstore"
     ) from error
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 __all__ = ["ObstoreClient"]
 
