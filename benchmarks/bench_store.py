@@ -306,7 +306,8 @@ def bars(bench: Bench) -> list[Bar]:
 def print_found(bench: Bench) -> None:
     """Prints all tables."""
     options = bench.options
-    print(f"\n{options.gib:g} GiB on {options.ranks} ranks; delayed by {options.delay_ms:g} ms\n")
+    delayed = "" if bench.proxy is None else f"; delayed by {options.delay_ms:g} ms"
+    print(f"\n{options.gib:g} GiB on {options.ranks} ranks{delayed}\n")
     print_table(time_rows(bench))
     if bench.proxy is not None:
         print_counted(bench)
