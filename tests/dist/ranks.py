@@ -131,6 +131,13 @@ class Ranks:
             raise
         return [replies[rank][1] for rank in range(self.world_size)]
 
+    def send(self, number: signal.Signals) -> None:
+        """Sends a signal to the ranks, unless they were killed."""
+        if self.alive:
+            for pid in self.pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+
     def close(self) -> None:
         """Ends the ranks, and kills what has not ended by itself soon."""
         self.dismiss()
@@ -196,10 +203,14 @@ class Ranks:
 
 
 class Worlds:
-    """Worlds by their size, started when first asked for."""
+    """Worlds by their size, started when first asked for.
+
+    All but the one that was called last are stopped: gloo's threads poll, 100 times a second each.
+    """
 
     def __init__(self) -> None:
         self._worlds: dict[int, Ranks] = {}
+        self._last: Ranks | None = None
 
     def run(
         self,
@@ -210,8 +221,12 @@ class Worlds:
     ) -> list[Any]:
         """Calls ``function(*args)`` on ``world_size`` ranks, as :meth:`Ranks.run` does."""
         world = self._worlds.get(world_size)
+        if world is not self._last and self._last is not None:
+            self._last.send(signal.SIGSTOP)
         if world is None or not world.alive:
             world = self._worlds[world_size] = Ranks(world_size)
+        world.send(signal.SIGCONT)
+        self._last = world
         return world.run(function, *args, timeout_s=timeout_s)
 
     def agree(self, *args: Any, **options: Any) -> Any:
@@ -225,6 +240,7 @@ class Worlds:
         with contextlib.ExitStack() as stack:
             for world in self._worlds.values():
                 stack.callback(world.close)
+                world.send(signal.SIGCONT)
                 world.dismiss()  # So that they all end at the same time.
 
 

@@ -501,6 +501,7 @@ def save_while_killed(
     run.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(3000)
 def test_kills_of_agents_and_ranks_lose_no_step_that_was_whole(
     tmp_path: Path, memory: Path, seed: int, full: bool

@@ -315,7 +315,7 @@ def test_training_goes_on_or_ends_on_all_ranks(
 
 
 # One test of every call starts the agents once.
-@pytest.mark.thin(f"{EVERY}-2", "load-3")
+@pytest.mark.thin(f"{EVERY}-2")
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("failing", [EVERY, *CALLS])
 def test_after_a_call_that_failed_on_one_rank_the_next_call_works_on_all(

@@ -64,6 +64,7 @@ def test_200_kills_find_the_old_checkpoint_or_the_new(tmp_path: Path, seed: int)
     run_200(Campaign(tmp_path, seed), MOMENTS)
 
 
+@pytest.mark.slow
 @needs_stops
 @pytest.mark.timeout(300)
 def test_a_few_kills_leave_the_base_of_a_save_whole(tmp_path: Path, seed: int, full: bool) -> None:

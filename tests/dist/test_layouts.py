@@ -41,7 +41,7 @@ def check_route(
         assert_same(each, expected[0])
 
 
-@pytest.mark.thin("hsdp-fast-to-stock", "fsdp1-stock-to-fast", "fsdp2_tp-fast-to-fast")
+@pytest.mark.thin("hsdp-fast-to-stock", "fsdp1-stock-to-fast")
 @pytest.mark.parametrize("route", ROUTES, ids="-to-".join)
 @pytest.mark.parametrize("layout", ["ddp", "fsdp1", "fsdp2", "hsdp", "tp", "fsdp2_tp"])
 def test_a_layout_loads_as_it_was_saved(
@@ -51,11 +51,8 @@ def test_a_layout_loads_as_it_was_saved(
 
 
 @pytest.mark.thin(
-    "fsdp2_4-fsdp2_3-fast-to-fast",
     "fsdp1_2-fsdp1_4-stock-to-fast",
     "ddp_4-fsdp2_3-stock-to-fast",
-    "fsdp2_3-hsdp_4-fast-to-fast",
-    "tp_4-tp_3-fast-to-fast",
     "fsdp2_tp_4-plain_1-stock-to-fast",
 )
 @pytest.mark.parametrize("route", [("fast", "fast"), ("stock", "fast")], ids="-to-".join)

@@ -85,7 +85,7 @@ CASES = [
 ]
 
 
-@pytest.mark.thin(0.5)
+@pytest.mark.thin(0.25)
 @pytest.mark.parametrize(("world", "grid"), CASES)
 def test_versions_have_the_values_of_the_training_whatever_the_layout(
     worlds: Worlds, tmp_path: Path, world: int, grid: str

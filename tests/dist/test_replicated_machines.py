@@ -458,6 +458,7 @@ def test_steps_that_are_discarded_are_not_restored_from_replicas(
         world.run(restore_from_disk, run, memory, 1, "")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_machines_that_are_lost_at_any_moment_lose_no_replicated_step(
     tmp_path: Path, memory: Path, seed: int, full: bool

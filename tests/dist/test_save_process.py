@@ -336,6 +336,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_class_of_the_main_script_loads_after_a_save_in_another_process(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(OF_MAIN)

@@ -167,7 +167,7 @@ STALLED = {
 }
 
 
-@pytest.mark.thin("save")
+@pytest.mark.slow
 @pytest.mark.parametrize("call", STALLED)
 def test_a_network_that_stalls(
     tmp_path: Path, call: str, capsys: pytest.CaptureFixture[str]

@@ -29,8 +29,9 @@ from waits import SOON_S, until
 import torch_ckpt
 from torch_ckpt._core import _native
 from torch_ckpt.agent import AgentOptions, SnapshotAgent, client, messages
-from torch_ckpt.agent.memory import folder_of, has_agent, run_of
+from torch_ckpt.agent.memory import discard_slots, folder_of, has_agent, run_of
 from torch_ckpt.agent.messages import Kind
+from torch_ckpt.agent.slots import Slots
 from torch_ckpt.errors import CheckpointError, StorageError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.process_state import PROCESS
@@ -448,6 +449,28 @@ def test_an_agent_of_a_container_with_another_directory_there_is_not_used(run: P
         training.save(1, {"w": torch.ones(10)})
         training.close()
     assert steps_of(run) == ["step-1"]
+
+
+def test_the_memory_of_a_step_that_is_a_link_is_freed(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "disk" / "other").mkdir(parents=True)
+    run.mkdir()
+    (run / "step-5").symlink_to(tmp_path / "disk" / "other")
+    with torch_ckpt.Run(run, asynchronous=True, agent=True) as made:
+        made.save(5, {"w": torch.ones(10)})
+    assert (tmp_path / "disk" / "other" / ".metadata").exists()
+    until(lambda: not folder_of(run_of(run)).exists())
+
+
+def test_a_step_that_is_discarded_while_its_agent_ends_is_nowhere(run: Path) -> None:
+    agent = SnapshotAgent(run)
+    agent.stage({"w": torch.ones(10)}, run / "step-5", step=5, persist=False)
+    slots = Slots(agent.folder, run_of(run), threading.Condition(), lambda *_: False)
+    scan = slots.scan()
+    assert scan.newest is not None
+    assert scan.directory_of(scan.newest.save) == str(run / "step-5")
+    discard_slots(agent.folder, run_of(run), lambda _: True)
+    assert scan.directory_of(scan.newest.save) is None
+    agent.close(drop=True)
 
 
 def test_saves_go_on_where_the_shared_memory_was_removed(run: Path) -> None:

@@ -54,7 +54,7 @@ def blocks(language: str) -> Iterator[pytest.ParameterSet]:
             if line == f"```{language}" and not UNTRIED.fullmatch(lines[number - 1]):
                 end = lines.index("```", number)
                 code = "\n".join(lines[number + 1 : end]) + "\n"
-                is_slow = re.search(r"torchrun|python examples/start_to_finish", code)
+                is_slow = re.search(r"torchrun|python examples/", code)
                 marks = [pytest.mark.slow] if is_slow else []
                 if frameworks := FRAMEWORKS.findall(code):
                     marks.append(pytest.mark.framework(*sorted({*frameworks})))
@@ -91,6 +91,7 @@ def run(command: list[str], folder: Path) -> None:
     assert process.returncode == 0, output
 
 
+@pytest.mark.thin(1.0)
 @pytest.mark.usefixtures("memory")
 @pytest.mark.parametrize("code", list(blocks("python")))
 def test_a_python_snippet_runs_alone(code: str, tmp_path: Path) -> None:
@@ -102,6 +103,7 @@ def test_a_python_snippet_runs_alone(code: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.thin(1.0)
 @pytest.mark.usefixtures("memory")
 @pytest.mark.parametrize("code", list(blocks("bash")))
 def test_a_shell_snippet_runs_alone(code: str, tmp_path: Path) -> None:

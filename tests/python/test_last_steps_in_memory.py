@@ -272,6 +272,15 @@ def test_a_job_and_ls_name_newer_steps_in_memory_that_are_not_restored(
     assert "newer" not in run_command("ls", run)[1]
 
 
+def test_ls_names_the_steps_of_a_run_that_has_none_on_disk(run: Path) -> None:
+    with Run(run, asynchronous=True, agent=True) as training:
+        training.save(1, state_of(1), persist=False)
+        assert run_command("ls", run) == (0, "steps in the memory of this machine: 1\n")
+        facts = json.loads(run_command("ls", run, "--json")[1])
+        assert (facts["newest"], facts["steps"], facts["in_memory"]) == (None, [], [1])
+        assert run_command("ls", run, "--at", "2026-11-28")[0] == 3
+
+
 def test_a_job_without_an_agent_does_not_name_steps_of_another_run_or_that_were_left(
     run: Path, run_python: Callable[..., str], caplog: pytest.LogCaptureFixture
 ) -> None:

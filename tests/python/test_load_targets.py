@@ -247,7 +247,7 @@ def overlapping_targets(rng: random.Random, array: Any) -> dict[str, torch.Tenso
     return state
 
 
-@pytest.mark.thin(0.5)
+@pytest.mark.thin(0.25)
 @pytest.mark.parametrize("way", LOADS)
 @pytest.mark.parametrize("seed", range(0, 40, 10))
 def test_targets_that_overlap_in_memory_get_the_values_that_stock_gives(

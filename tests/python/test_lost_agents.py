@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import os
 import signal
@@ -13,16 +14,18 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from support.agents import agent_pid
+from support.agents import agent_pid, kill_agent
 from support.freezing import freeze
 from waits import SOON_S, until
 
 from torch_ckpt import Run
-from torch_ckpt.agent import AgentOptions, client, persist, process
+from torch_ckpt._core import _native
+from torch_ckpt.agent import AgentOptions, SnapshotAgent, client, persist, process
 from torch_ckpt.agent.memory import agent_lock, folder_of, has_agent, open_folder, run_of
 from torch_ckpt.agent.messages import Kind, Message
 from torch_ckpt.agent.process import Agent
@@ -30,6 +33,7 @@ from torch_ckpt.agent.saves import Saves
 from torch_ckpt.commits.checkpoint import CheckpointTransaction
 from torch_ckpt.coordination.storage_watch import watch_storage
 from torch_ckpt.errors import CheckpointError, StorageError
+from torch_ckpt.process_state import PROCESS
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("memory")]
 
@@ -288,3 +292,93 @@ def test_a_signal_ends_the_wait_for_a_frozen_agent_in_time(
         assert 2.0 < seconds < 9.0
     with contextlib.suppress(CheckpointError):
         training.close()
+
+
+# ---- An agent that does not start ----
+
+
+def _refuse(_: client.AgentClient) -> None:
+    raise OSError(errno.EAGAIN, "no more processes")
+
+
+def test_a_signal_ends_the_wait_for_an_agent_to_start(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = SnapshotAgent(run)
+    kill_agent(run)
+    with monkeypatch.context() as patched:
+        patched.setattr(client.AgentClient, "_start", lambda _: None)
+        patched.setattr(PROCESS, "preemption", SimpleNamespace(ends_at=time.monotonic()))
+        with pytest.raises(StorageError, match="a signal ends this process"):
+            agent.reserve(state_of(1.0))
+    agent.leave()
+
+
+def test_an_agent_that_replaces_a_lost_one_has_the_usual_time_to_answer(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Run(run, asynchronous=True, agent=True)
+    training.save(4, state_of(4.0))
+    training.wait()
+    with monkeypatch.context() as patched:
+        patched.setattr(client, "_ANSWER_S", LIMIT_S)
+        with freezing_before(run, monkeypatch, Kind.PERSIST, []):
+            training.save(5, state_of(5.0))
+            with pytest.raises(StorageError, match="did not answer"):
+                training.wait()
+            kill_agent(run)
+            until(lambda: not has_agent(folder_of(run_of(run))))
+    has_arrived, asked = client.has_arrived, dict[socket.socket, float]()
+
+    def arrives_late(connection: socket.socket, pause_s: float) -> bool:
+        time.sleep(0.01)
+        is_late = time.monotonic() > asked.setdefault(connection, time.monotonic()) + 0.3
+        return has_arrived(connection, min(pause_s, 0.01)) and is_late
+
+    monkeypatch.setattr(client, "has_arrived", arrives_late)
+    monkeypatch.setattr(client, "_LOST_S", 0.1)
+    with warnings.catch_warnings(action="error"):
+        training.save(6, state_of(6.0))
+    training.close()
+    assert_stored(run, 6, 6.0)
+
+
+def test_a_run_that_loses_its_agent_names_newer_steps_in_memory(
+    run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    training = Run(run, asynchronous=True, agent=True)
+    training.save(4, state_of(4.0))
+    training.wait()
+    training.save(5, state_of(5.0), persist=False)
+    kill_agent(run)
+    monkeypatch.setattr(client.AgentClient, "_start", _refuse)
+    with pytest.warns(UserWarning, match="without an agent.*no more processes"):
+        training.reserve(state_of(6.0))
+    assert training.restore(state_of(-1.0)) == 4
+    assert "has steps (5) in the shared memory of this machine" in caplog.text
+    training.close()
+
+
+def test_a_job_without_its_agent_restores_nothing_from_memory_if_its_directory_has_no_id(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory may be of a job in another container, with another directory at the path."""
+    former = SnapshotAgent(run, has_directory=True)
+    former.stage(state_of(5.0), run / "step-5", step=5, persist=False)
+    kill_agent(run)
+    monkeypatch.setattr(client.AgentClient, "_start", _refuse)
+    former.leave()
+    with pytest.warns(UserWarning, match="without an agent.*no more processes"):
+        training = Run(run, asynchronous=True, agent=True)
+    assert training.restore(state_of(-1.0)) is None
+    training.close()
+
+
+def test_a_job_that_only_reads_the_memory_writes_no_id_to_a_store(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(PROCESS.file_systems, "same-disk", _native.local_file_system())
+    monkeypatch.setenv("TORCH_CKPT_MEMORY", "relative")
+    with pytest.warns(UserWarning, match="without an agent.*this path is relative"):
+        Run(f"same-disk://{run}", asynchronous=True, agent=True).close()
+    assert not (run / "run-id").exists()

@@ -94,7 +94,7 @@ def _advance(machines: list[Machine], writes: Writes) -> bool:
     return all(machine.has_ended for machine in machines)
 
 
-@pytest.mark.thin(0.5)
+@pytest.mark.thin(0.25)
 @pytest.mark.parametrize("is_apart", [True, False], ids=["local", "shared"])
 @pytest.mark.parametrize("victim", MACHINES)
 @pytest.mark.parametrize("fault", FAULTS[:3])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,23 @@ def test_a_run_creates_its_directory_again_if_nothing_is_at_its_path(
     with Run(run, **OPTIONS[options]) as again:
         assert again.restore({"w": torch.zeros(9)}) == 51
         _save(again, 52)
+
+
+@pytest.mark.parametrize("has_saved", [True, False])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_run_is_not_created_again_below_its_mount_point(
+    mount_tmpfs: Callable[[str], Path], options: str, has_saved: bool
+) -> None:
+    mounted = mount_tmpfs("size=10m")
+    going = Run(mounted / "runs" / "gpt", **OPTIONS[options])
+    if has_saved:
+        _save(going, 40)
+    subprocess.run(["umount", "-l", mounted], check=True)
+    for step in (50, 51):
+        with pytest.raises(CheckpointError, match="not the directory in which"):
+            _save(going, step)
+    going.close()
+    assert not any(mounted.iterdir())
 
 
 def test_a_run_continues_after_a_program_has_removed_its_old_files(run: Path) -> None:

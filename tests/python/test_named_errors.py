@@ -135,7 +135,7 @@ DCPS_OWN = {(value, way) for value in NOT_NAMED_BY_DCP for way in ("by DCP", "by
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.thin(0.5)
+@pytest.mark.thin(0.25)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_failed_save_names_the_value(way: str, tmp_path: Path) -> None:
     wrong = {}

@@ -66,7 +66,7 @@ def test_the_calls_are_those_of_a_client() -> None:
     assert set(CALLS) == {name for name, _ in methods if not name.startswith("_")}
 
 
-@pytest.mark.thin(0.5)
+@pytest.mark.thin(0.25)
 @pytest.mark.parametrize("name", ODD)
 @pytest.mark.parametrize("call", CALLS)
 def test_a_client_may_raise_anything(monkeypatch: pytest.MonkeyPatch, call: str, name: str) -> None:

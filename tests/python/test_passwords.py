@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import traceback
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import torch
 
 import torch_ckpt
 from torch_ckpt import Run
-from torch_ckpt.errors import CheckpointError, UnsupportedError
+from torch_ckpt.errors import CheckpointError, StorageError, UnsupportedError
 from torch_ckpt.filesystems.location import Location, name_of
 from torch_ckpt.filesystems.object_store import file_system_of
 from torch_ckpt.filesystems.passwords import has_password, without_secrets
@@ -120,6 +121,21 @@ def test_texts_of_clients_lose_their_secrets(name: str, kind: type[Exception]) -
         with pytest.raises(CheckpointError, match="bucket/key") as error:
             fail(text)
         assert "SECRET" not in "".join(traceback.format_exception(error.value))
+
+
+@pytest.mark.parametrize("name", CLIENTS)
+def test_after_a_request_without_an_answer_the_next_one_connects_again(name: str) -> None:
+    client = client_of(name)
+    error: Exception = TimeoutError(errno.ETIMEDOUT, "no answer")
+    if name == "obstore":
+        error = pytest.importorskip("obstore.exceptions").GenericError("HTTP error")
+    client._connected["bucket"] = object()
+    with pytest.raises(StorageError), client._naming("read", "bucket/key"):
+        raise RuntimeError("it is refused")
+    assert client._connection("bucket/key")
+    with pytest.raises(StorageError), client._naming("read", "bucket/key"):
+        raise error
+    assert not client._connected
 
 
 def test_an_answer_in_xml_is_quoted_whole() -> None:

@@ -215,6 +215,7 @@ def test_an_agent_ends_when_a_copy_that_was_left_behind_has_ended(tmp_path: Path
     until(lambda: not folder_of(run_of(tmp_path / "run")).exists())
 
 
+@pytest.mark.thin("signal")
 @pytest.mark.parametrize("how", ["signal", "late"])
 def test_an_agent_that_is_to_end_cancels_a_copy(tmp_path: Path, how: str) -> None:
     arguments = [str(tmp_path), str(1 << 20), str(NBYTES), "killed"]

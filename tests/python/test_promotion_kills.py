@@ -104,6 +104,7 @@ with Run(f"{folder}/run", local=f"{folder}/local", promote_bytes_per_s=int(sys.a
 """
 
 
+@pytest.mark.thin("1048576-3.0-False")
 @pytest.mark.parametrize(
     ("rate", "grace_s", "promoted"), [(1 << 30, 30.0, True), (1 << 20, 3.0, False)]
 )

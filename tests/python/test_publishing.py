@@ -268,7 +268,7 @@ def failure_of(worker: Subscriber, engine: Engine) -> str:
     return ""
 
 
-@pytest.mark.thin(0.5)
+@pytest.mark.thin(0.25)
 @pytest.mark.parametrize("at", range(12))
 @pytest.mark.parametrize("file", ["delta.json", "rank-", "version.json", "model.safetensors"])
 def test_a_damaged_byte_is_named_and_no_tensor_is_touched(policy: Path, file: str, at: int) -> None:
@@ -924,7 +924,7 @@ for version in (3, 4):
 """
 
 
-@pytest.mark.thin(0.5)
+@pytest.mark.thin(0.25)
 @pytest.mark.parametrize(
     ("where", "left"),
     [

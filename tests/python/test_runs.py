@@ -312,7 +312,7 @@ def test_a_reader_beside_a_run_that_removes_steps_gets_right_values_or_a_typed_e
         run = Run(directory, keep_last=2)
         begin, has_gone = time.monotonic(), tmp_path / "end.gone"
         step = 0
-        while time.monotonic() < begin + (2.5 if has_gone.exists() else 60):
+        while time.monotonic() < begin + (1 if has_gone.exists() else 60):
             step += 1
             run.save(step, state_of(step, 400_000))
         end.touch()

@@ -32,14 +32,16 @@ import traceback
 import types
 import uuid
 import weakref
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.distributed.checkpoint import filesystem, metadata, planner, storage
 from torch.distributed.tensor.placement_types import _StridedShard
-from typing_extensions import Buffer
 
 from torch_ckpt.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 __all__ = ["MAIN_OF_SPAWNED", "allow_in_messages", "allowed_by_user", "main_module", "unpickle"]
 

@@ -174,7 +174,7 @@ class AgentClient:
         self._is_first, self._may_start = is_first, may_start
         self._options = options
         self.folder = (open_folder if may_start else folder_of)(member.run)
-        self.is_lost = False
+        self._is_unanswered = False  # Whether this client's last request had no answer.
         self._child: subprocess.Popen[bytes] | None = None
         self._errors: IO[bytes] | None = None  # Where the child writes the error that ends it.
         self._crashes = 0
@@ -214,7 +214,7 @@ class AgentClient:
 
     def abort(self, sequence: int, destination: Destination) -> None:
         """Reports that this rank will fill no slot for a save; ignores a lost agent."""
-        if self.is_lost:
+        if self._is_unanswered:
             return
         member = self.member
         with contextlib.suppress(OSError, CheckpointError):
@@ -239,7 +239,7 @@ class AgentClient:
         With ``drop``, the agent discards snapshots that are not on disk.
         """
         try:
-            if not self.is_lost:
+            if not self._is_unanswered:
                 self.request(Kind.DETACH, drop=drop)
         except (OSError, CheckpointError) as error:
             _log.warning("cannot detach from the agent of this machine: %s", error)
@@ -350,7 +350,7 @@ class AgentClient:
 
     def _unanswered(self, text: str, number: int | None = None) -> StorageError:
         """Returns the error of a request whose outcome is unknown. The agent is lost."""
-        self.is_lost = self._contact.is_lost = True
+        self._is_unanswered = self._contact.is_lost = True
         error = StorageError(text, number)
         error.may_be_committed = True
         return error
@@ -365,7 +365,7 @@ class AgentClient:
                 open_folder(self.member.run)  # An ending agent removes the folder.
             try:
                 self._connection = self._register(self._answer_s)
-                self.is_lost, self._crashes = False, 0
+                self._is_unanswered, self._crashes = False, 0
                 self._read_errors()
                 return
             except (ConnectionError, FileNotFoundError) as error:

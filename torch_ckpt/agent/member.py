@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 
 from torch_ckpt.agent.client import AgentClient, Member
-from torch_ckpt.agent.identity import RunId, begun_id, id_in_memory
+from torch_ckpt.agent.identity import RunId, begun_id, id_in_directory, id_in_memory
 from torch_ckpt.agent.memory import Save, complete_slots, folder_of, open_folder, run_of
 from torch_ckpt.agent.slot_reports import MachineSlots, machine_slots, orphans_among
 from torch_ckpt.coordination.addresses import this_machine
@@ -34,7 +34,8 @@ def find_member(
     """Returns the identity of this rank; all ranks call this function.
 
     A run with a directory also has an id. Raises StorageError if this rank cannot use its shared
-    memory, except with ``only_reads``: then its machine has none.
+    memory. A caller that ``only_reads`` gets a member without memory instead, and without an id if
+    the directory has none.
     """
     name, rank = run_of(run), group.rank
 
@@ -56,7 +57,13 @@ def find_member(
         answers: list[tuple[_Facts, Sequence[MachineSlots]]],
     ) -> tuple[list[_Facts], RunId | None, list[Save]]:
         facts = [fact for fact, _ in answers]
-        run_id = None if directory is None else begun_id([fact[3] for fact in facts], directory)
+        if directory is None:
+            run_id = None
+        elif only_reads:
+            found = id_in_directory(directory)
+            run_id = None if found is None else RunId(found, True)
+        else:
+            run_id = begun_id([fact[3] for fact in facts], directory)
         return facts, run_id, orphans_among(chain.from_iterable(slots for _, slots in answers))
 
     facts, run_id, orphans = group.decide("starting the agent", own, agree, timeout_s=timeout_s)

@@ -189,7 +189,7 @@ class Agent:
             newest = scan.newest.save
             is_unneeded = self._ranks.all_detached and self._saves.failure_of(newest) is None
             may_go = is_unneeded or self._saves.is_done(newest)
-            return may_go and self._ranks.restore_from(os.path.dirname(scan.directory_of(newest)))
+            return may_go and self._ranks.restore_from(scan.directory_of(newest), scan.newest.step)
 
     def _can_end(self, listener: _Listener) -> bool:
         """Returns whether the agent can end, once it has persisted the newest snapshot."""

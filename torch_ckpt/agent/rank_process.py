@@ -12,6 +12,7 @@ from torch_ckpt.agent.memory import Save
 from torch_ckpt.agent.slots import SlotScan
 from torch_ckpt.coordination.owner import started_at
 from torch_ckpt.errors import CheckpointError
+from torch_ckpt.filesystems.location import name_of
 from torch_ckpt.process_state import Descriptor
 
 __all__ = ["RankProcess", "RankProcesses"]
@@ -120,12 +121,18 @@ class RankProcesses:
                 del self._processes[other]  # A rank of an earlier session.
         return found
 
-    def restore_from(self, directory: str) -> bool:
-        """Returns whether the last trainers restore steps from a directory.
+    def restore_from(self, directory: str | None, step: int) -> bool:
+        """Returns whether the last trainers restore a step from its directory, if it has one.
 
-        They do not restore from a local directory of earlier trainers if they have another one.
+        They do not restore from a local directory of earlier trainers if they have another one. A
+        step may be a link to another disk.
         """
-        return not self._places or directory in self._places
+        return (
+            not self._places
+            or directory is None
+            or os.path.dirname(directory) in self._places
+            or directory in (name_of(f"{place}/step-{step}") for place in self._places)
+        )
 
     def active(self, pid: int = 0) -> list[RankProcess]:
         """Returns the trainers that are alive, so that process ``pid`` cannot take their ranks."""

@@ -68,11 +68,13 @@ class SlotScan:
         """A header of the newest complete save; ``None`` if no save is complete."""
         return self.complete[max(self.complete)][0][0] if self.complete else None
 
-    def directory_of(self, save: Save) -> str:
-        """Returns the path or URL to which a complete save is written."""
+    def directory_of(self, save: Save) -> str | None:
+        """Returns the path or URL of a complete save; ``None`` if it was discarded meanwhile."""
         memory = self.complete[save][0][1].memory
         assert memory is not None
-        return directory_name(memory.read())
+        with contextlib.suppress(*NO_SNAPSHOT):
+            return directory_name(memory.read())
+        return None
 
     def ranks_of(self, save: Save) -> set[int]:
         """Returns the ranks that had completed their slots of a save."""

@@ -109,11 +109,6 @@ def _ls(options: argparse.Namespace) -> int:
     agreed(scan, lambda found: found != [] and all(state != "unfinished" for _, state in found))
     for problem in unlisted:
         print(printable(problem), file=sys.stderr)
-    if not steps:
-        with contextlib.suppress(NotFoundError):
-            if options.run.is_file() or options.run.names():
-                return fail(f"{options.run} is not a run: it has no directory step-<n>")
-        raise no_checkpoint(options.run)
     if not options.run.file_system.has_folders:  # Some servers list empty folders.
         steps[:] = [step for step in steps if step["state"] != "unfinished" or step["nbytes"]]
     lineage = Term()
@@ -124,6 +119,14 @@ def _ls(options: argparse.Namespace) -> int:
         step["left"] = term is not None and not lineage.has(step["step"], term)
     live = [step for step in steps if step["state"] == _PRESENT and not step["left"]]
     newest = live[0]["step"] if live else None
+    in_memory: list[int] = []
+    with contextlib.suppress(CheckpointError):  # A later version wrote it, or mapping is refused.
+        in_memory = unread_steps(promoted_to or run, newest)
+    if not steps and not in_memory:
+        with contextlib.suppress(NotFoundError):
+            if run.is_file() or run.names():
+                return fail(f"{run} is not a run: it has no directory step-<n>")
+        raise no_checkpoint(run)
     if options.at is not None:
         from torch_ckpt.ladder.step_directories import StepDirectories, step_at  # Imports torch.
 
@@ -132,9 +135,6 @@ def _ls(options: argparse.Namespace) -> int:
     unreplicated = ""
     with contextlib.suppress(CheckpointError):  # The record is unreadable.
         unreplicated = missing_replicas(newest_first(promoted_to or run))
-    in_memory: list[int] = []
-    with contextlib.suppress(CheckpointError):  # A later version wrote it, or mapping is refused.
-        in_memory = unread_steps(promoted_to or run, newest)
     if options.json:
         for step in steps:  # JSON has neither NaN nor infinity.
             metrics = step["metrics"].items()
@@ -146,8 +146,9 @@ def _ls(options: argparse.Namespace) -> int:
         if unreplicated:
             print(printable(f"warning: {unreplicated}"), file=sys.stderr)
         if in_memory:
-            newer = f"newer steps in the memory of this machine: {', '.join(map(str, in_memory))}"
-            print(newer, file=sys.stderr)
+            which = "steps" if newest is None else "newer steps"
+            numbers = ", ".join(map(str, in_memory))
+            print(f"{which} in the memory of this machine: {numbers}", file=sys.stderr)
         print_table([_row(step, newest) for step in steps], header=_HEADER, right=range(5))
     return DAMAGED if any(step["state"] == "damaged" for step in steps) else SOUND
 

@@ -39,6 +39,7 @@ __all__ = [
     "check_term",
     "job_in",
     "newest_term",
+    "other_directory",
     "superseded",
     "take_term",
     "term_at",
@@ -207,11 +208,15 @@ def check_directory(run: Location, term: Term, *, may_be_empty: bool = False) ->
             return
     if found is None or found.job != term.job:
         whose = f"that of {found}" if found else f"no term-{term.number}"
-        raise CheckpointError(
-            f"cannot use {run}: it is not the directory in which this job began to save, because "
-            f"it has {whose}. That directory may have been moved or unmounted. To "
-            "continue here, start the job again"
-        )
+        raise other_directory(run, f"it has {whose}")
+
+
+def other_directory(run: Location, why: str) -> CheckpointError:
+    """Returns the error of a job whose directory is no longer at its path."""
+    return CheckpointError(
+        f"cannot use {run}: it is not the directory in which this job began to save, because {why}"
+        ". That directory may have been moved or unmounted. To continue here, start the job again"
+    )
 
 
 def superseded(run: Location, newest: Term) -> SupersededError:

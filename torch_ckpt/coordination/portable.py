@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from traceback import StackSummary
 from types import TracebackType
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from torch.distributed.checkpoint.api import (
     WRAPPED_EXCEPTION,
@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.api import (
     _is_wrapped_exception,
     _wrap_exception,
 )
-from typing_extensions import Buffer
 
 from torch_ckpt._core.unpickling import allow_in_messages, unpickle
 from torch_ckpt.errors import (
@@ -27,6 +26,9 @@ from torch_ckpt.errors import (
     typed_text_of,
 )
 from torch_ckpt.records import record as records
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 __all__ = [
     "attempted",

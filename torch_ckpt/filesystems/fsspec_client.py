@@ -9,14 +9,13 @@ import inspect
 import logging
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
-
-from typing_extensions import Buffer
+from typing import TYPE_CHECKING, Any
 
 from torch_ckpt.errors import StorageError, UnsupportedError
 from torch_ckpt.filesystems.store_client import (
     METADATA,
     StoreClient,
+    copied,
     grown_part_nbytes,
     pending_path,
 )
@@ -25,6 +24,9 @@ try:
     import fsspec
 except ImportError as error:
     raise UnsupportedError("fsspec is not installed") from error
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 __all__ = ["FsspecClient", "is_known"]
 
@@ -88,9 +90,7 @@ class FsspecClient(StoreClient):
             with self._store(path).open(self._key(path), "wb", block_size=part_nbytes) as file:
                 try:
                     sent_nbytes = 0
-                    for window in windows:
-                        contents = bytes(window)
-                        del window  # Frames of an error may keep it alive; the save waits.
+                    for contents in copied(windows):
                         if hasattr(file, "blocksize"):  # Some clients have no parts.
                             file.blocksize = grown_part_nbytes(part_nbytes, sent_nbytes)
                         file.write(contents)

@@ -16,9 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import Any, TypeVar
-
-from typing_extensions import Buffer
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch_ckpt.errors import (
     CheckpointError,
@@ -28,7 +26,13 @@ from torch_ckpt.errors import (
     UnsupportedError,
 )
 from torch_ckpt.filesystems.passwords import without_secrets
-from torch_ckpt.filesystems.store_client import METADATA, PENDING, StoreClient, pending_path
+from torch_ckpt.filesystems.store_client import (
+    METADATA,
+    PENDING,
+    StoreClient,
+    copied,
+    pending_path,
+)
 
 try:
     import hdfs_native
@@ -36,6 +40,9 @@ except ImportError as error:
     raise UnsupportedError(
         "cannot reach HDFS: hdfs-native is not installed; pip install hdfs-native"
     ) from error
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 __all__ = ["HdfsClient"]
 
@@ -118,10 +125,9 @@ class HdfsClient(StoreClient):
 
     def put_stream(self, path: str, part_nbytes: int, windows: Iterator[Buffer]) -> None:
         def write(client: hdfs_native.Client, key: str) -> None:
-            writer = self._patiently(self._begin, client, key, bytes(next(windows, b"")))
-            for window in windows:
-                contents = bytes(window)
-                del window  # Frames of an error may live on, and the save waits for it.
+            parts = copied(windows)
+            writer = self._patiently(self._begin, client, key, next(parts, b""))
+            for contents in parts:
                 self._call(writer.write, contents)
             self._call(self._finish, writer)
 

@@ -11,12 +11,13 @@ Importing this module does not import torch.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol
-
-from typing_extensions import Buffer
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch_ckpt._core import _native
 from torch_ckpt.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 __all__ = ["OBSTORE_SCHEMES", "ObjectStore", "file_system_of", "object_store"]
 

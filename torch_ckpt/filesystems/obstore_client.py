@@ -15,18 +15,15 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
-
-from typing_extensions import Buffer
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch_ckpt.errors import (
     CheckpointError,
     CorruptionError,
-    NotFoundError,
     StorageError,
     UnsupportedError,
 )
-from torch_ckpt.filesystems.passwords import cause_of, without_secrets
+from torch_ckpt.filesystems.passwords import without_secrets
 from torch_ckpt.filesystems.store_client import METADATA, MOST_PARTS, StoreClient
 
 try:
@@ -37,6 +34,9 @@ except ImportError as error:
     raise UnsupportedError(
         "cannot reach an object store: obstore is not installed; pip install obstore"
     ) from error
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 __all__ = ["ObstoreClient"]
 
@@ -104,6 +104,8 @@ class ObstoreClient(StoreClient):
     """Implements :class:`torch_ckpt.filesystems.object_store.ObjectStore`."""
 
     copies = True
+    _exists_errors = _CONDITION_ERRORS
+    _shows_causes = False  # Debug details repeat the message, and quote the answer of the server.
 
     def __init__(self, scheme: str, options: dict[str, Any]) -> None:
         super().__init__(scheme)
@@ -356,40 +358,26 @@ class ObstoreClient(StoreClient):
 
     @contextlib.contextmanager
     def _naming(self, what: str, path: str) -> Iterator[None]:
-        """Names the operation and the URL in errors of the library."""
+        """As the base class, also for a bug in the library, or unusual settings."""
         try:
-            yield
-        except FileNotFoundError as error:
-            if isinstance(error, NotFoundError):
-                raise
-            raise NotFoundError(
-                f"cannot {what} {self._url(path)}: it does not exist"
-            ) from cause_of(error)
-        except _CONDITION_ERRORS as error:
-            raise StorageError(
-                f"cannot {what} {self._url(path)}: another one was written meanwhile", errno.EEXIST
-            ) from cause_of(error)
-        except (exceptions.BaseError, ValueError) as error:
-            # Debug details repeat the message, and quote the answer of the server.
-            message = without_secrets(str(error).partition("Debug source")[0]).strip()
-            hint = ""
-            if isinstance(error, exceptions.GenericError) and _NO_CREDENTIALS.search(message):
-                hint = f"no credentials in {_CREDENTIALS[_prefix(self._scheme)]}; "
-            elif "builder error" in message and "http://" in message:
-                hint = f"for an endpoint of http://, set {_prefix(self._scheme)}ALLOW_HTTP=true; "
-            failure = StorageError(
-                f"cannot {what} {self._url(path)}: {hint}{message}", _errno_of(error, message)
-            )
-            self._reconnect_after(path, failure)
-            raise failure from None
+            with super()._naming(what, path):
+                yield
         except BaseException as error:
-            # A bug in the library, or unusual settings.
             if type(error).__name__ != "PanicException":
                 raise
             raise StorageError(
                 f"cannot {what} {self._url(path)}: obstore failed: {without_secrets(str(error))}",
                 errno.EINVAL,
             ) from None
+
+    def _failure(self, attempt: str, error: Exception) -> CheckpointError:
+        message = without_secrets(str(error).partition("Debug source")[0]).strip()
+        hint = ""
+        if isinstance(error, exceptions.GenericError) and _NO_CREDENTIALS.search(message):
+            hint = f"no credentials in {_CREDENTIALS[_prefix(self._scheme)]}; "
+        elif "builder error" in message and "http://" in message:
+            hint = f"for an endpoint of http://, set {_prefix(self._scheme)}ALLOW_HTTP=true; "
+        return StorageError(f"{attempt}: {hint}{message}", _errno_of(error, message))
 
     def _repeated(self, request: Callable[[], _Answer]) -> _Answer:
         retries = self._options.get("retry_config") or {}

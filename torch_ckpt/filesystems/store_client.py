@@ -21,6 +21,7 @@ __all__ = [
     "MOST_PARTS",
     "PENDING",
     "StoreClient",
+    "copied",
     "grown_part_nbytes",
     "pending_path",
     "url_of",
@@ -51,6 +52,14 @@ def pending_path(path: str) -> str:
     return f"{folder}/{PENDING}{secrets.token_hex(8)}-{name}"
 
 
+def copied(windows: Iterator[Any]) -> Iterator[bytes]:
+    """Returns copies of the windows of a stream, and drops each window once it is copied.
+
+    The save waits for each window, which frames of an error would keep alive.
+    """
+    return map(bytes, windows)
+
+
 def grown_part_nbytes(part_nbytes: int, sent_nbytes: int) -> int:
     """Returns the length of the next part of a stream, after bytes that were sent in parts.
 
@@ -64,6 +73,8 @@ class StoreClient:
     """The common part of all :class:`~torch_ckpt.filesystems.object_store.ObjectStore` clients."""
 
     copies = False  # On clients that rename, such as HDFS, `copy` would lose the source.
+    _exists_errors: tuple[type[Exception], ...] = (FileExistsError,)
+    _shows_causes = True  # Whether errors of the library are shown as causes.
 
     def __init__(self, scheme: str) -> None:
         self._scheme = scheme
@@ -111,21 +122,17 @@ class StoreClient:
             self._failed[first] = (time.monotonic(), str(error), error.errno)
             raise
 
-    def _reconnect_after(self, path: str, failure: CheckpointError) -> None:
-        """Makes the next request to a store that did not answer connect again.
-
-        A request is repeated for minutes, and one call of the engine makes several. The test of a
-        connection fails in seconds while the store is down, so only the first one takes minutes.
-        """
-        if isinstance(failure, StorageError) and failure.errno == errno.ETIMEDOUT:
-            self._connected.pop(path.partition("/")[0], None)
-
     def _url(self, path: str) -> str:
         return url_of(self._scheme, path)
 
     @contextlib.contextmanager
     def _naming(self, what: str, path: str) -> Iterator[None]:
-        """Names the operation and the URL in errors of the library."""
+        """Names the operation and the URL in errors of the library.
+
+        After a request without an answer, the next one connects again. A request is repeated for
+        minutes, and one call of the engine makes several. The test of a connection fails in seconds
+        while the store is down, so only the first one takes minutes.
+        """
         attempt = f"cannot {what} {self._url(path)}"
         try:
             yield
@@ -133,14 +140,15 @@ class StoreClient:
             raise
         except FileNotFoundError as error:
             raise NotFoundError(f"{attempt}: it does not exist") from cause_of(error)
-        except FileExistsError as error:
+        except self._exists_errors as error:
             raise StorageError(
                 f"{attempt}: another one was written meanwhile", errno.EEXIST
             ) from cause_of(error)
         except Exception as error:
             failure = self._failure(attempt, error)
-            self._reconnect_after(path, failure)
-            raise failure from cause_of(error)
+            if isinstance(failure, StorageError) and failure.errno == errno.ETIMEDOUT:
+                self._connected.pop(path.partition("/")[0], None)
+            raise failure from cause_of(error) if self._shows_causes else None
 
     def _failure(self, attempt: str, error: Exception) -> CheckpointError:
         """Returns the error for an error of the library. Its message begins with the attempt."""

@@ -7,15 +7,17 @@ import struct
 import types
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch._weights_only_unpickler import _get_allowed_globals
-from typing_extensions import Buffer
 
 from torch_ckpt._core import _native
 from torch_ckpt._core.unpickling import allowed_by_user, main_module
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.formats.data_classes import DATA_CLASSES
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 __all__ = [
     "ARCHIVE",

@@ -10,10 +10,9 @@ from __future__ import annotations
 import bisect
 import zlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from typing_extensions import Buffer
 
 from torch_ckpt._core import _native, _tensor_view
 from torch_ckpt._core.tensors import DTYPE_CODES, gc_paused
@@ -27,6 +26,9 @@ from torch_ckpt.formats.opened import ForeignFiles, Opened
 from torch_ckpt.formats.pickles import ForbiddenPickleError
 from torch_ckpt.formats.reading import now_reading
 from torch_ckpt.options import Verification
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 __all__ = [
     "Archive",

@@ -21,11 +21,13 @@ from torch_ckpt.commits.terms import (
     check_directory,
     check_term,
     newest_term,
+    other_directory,
     superseded,
     take_term,
     term_at,
 )
 from torch_ckpt.errors import CheckpointError
+from torch_ckpt.filesystems.location import Location
 from torch_ckpt.ladder.retention import Retention
 from torch_ckpt.ladder.step_directories import StepDirectories
 from torch_ckpt.ladder.step_files import branch_of
@@ -47,6 +49,7 @@ class Lineage:
         self._disks, self._run, self._retention = disks, disks[-1].directory, retention
         self._is_alone = len(disks) == 1  # Whether steps are saved to the run's directory itself.
         self._may_move = self._is_alone and self._run.local_path is not None
+        self._file_system = self._may_move and _file_system_at(self._run)  # Where it began.
         self._job = secrets.token_hex(8)  # Stored in the files of its terms.
         self._term: Term | None = None  # From the first save on.
         self._saved: float = 0  # The newest step that was saved in that term.
@@ -86,15 +89,19 @@ class Lineage:
 
         Takes a term for the first step, for a step below one that this process has saved, after
         steps were discarded, and if the directory is gone: the save creates it again. Raises
-        as :meth:`check`.
+        as :meth:`check`, and CheckpointError if it would be created on another file system, because
+        it is below a mount point.
         """
         newest = self._disks[0].newest_after(step)  # A save does not wait for another storage.
         if newest is not None and newest != self._passed_over:
             if not self._is_branch:
                 self._is_branch, self._root = True, self._at
             self._warn(f"is saved, but step {newest} of", step, "this save leaves it")
-        if is_gone := self._term is not None and self._is_gone():
-            _LOG.warning("%s is gone; this save creates it again", self._run)
+        if is_gone := self._is_gone():
+            if _file_system_at(self._run) != self._file_system:
+                raise other_directory(self._run, "it is gone, and its parent is on another disk")
+            if self._term is not None:
+                _LOG.warning("%s is gone; this save creates it again", self._run)
         if self._term is None or step < self._saved or is_gone:
             self._saved = math.inf  # Even if this fails, the file of the term may exist.
             self._term = self._next_term(step)
@@ -207,3 +214,10 @@ class Lineage:
             f"run: torch-ckpt rm {shlex.quote(str(run))} --after {step}",
             stacklevel=4,
         )
+
+
+def _file_system_at(path: Location) -> object:
+    """Returns the number of the file system of a directory, or of its nearest existing parent."""
+    nearest = next(each for each in (path, *path.parents) if not each.is_missing())
+    identity = nearest.identity()
+    return identity and identity[0]

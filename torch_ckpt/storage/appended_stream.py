@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
-
-from typing_extensions import Buffer
+from typing import TYPE_CHECKING
 
 from torch_ckpt.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 __all__ = ["AppendedStream"]
 

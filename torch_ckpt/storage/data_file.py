@@ -7,7 +7,7 @@ import io as _io
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.filesystem import (
 )
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
-from typing_extensions import Buffer
 
 from torch_ckpt._core import _native, _tensor_view
 from torch_ckpt._core.tensors import check_memory, gc_paused, to_plain
@@ -43,6 +42,9 @@ from torch_ckpt.storage.appended_stream import AppendedStream
 from torch_ckpt.storage.buffers import retained_nbytes_limit
 from torch_ckpt.storage.file_jobs import write_planned
 from torch_ckpt.storage.rank_work import RankWork, Unresolved, resolve_whole
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 __all__ = ["FileOptions", "WrittenFile", "pickle_item", "write_data_file"]
 

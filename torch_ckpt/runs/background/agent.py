@@ -298,8 +298,7 @@ def _readable_memory(group: Group, run: Location, timeout_s: float) -> SnapshotM
         if not _is_of_agent(error):
             raise
         return None
-    is_ours = member.run_id is not None and member.run_id.is_written
-    return SnapshotMemory(member, group, timeout_s) if is_ours else None
+    return None if member.run_id is None else SnapshotMemory(member, group, timeout_s)
 
 
 def _started(
