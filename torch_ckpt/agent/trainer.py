@@ -408,11 +408,7 @@ class SnapshotAgent:
         return found
 
     def has_in_memory(self, step: int) -> bool:
-        """Returns whether this machine has a complete snapshot of a step. Ranks may call it alone.
-
-        Args:
-            step: The step.
-        """
+        """Returns whether this machine has a whole snapshot of a step. Ranks may call it alone."""
         found = complete_slots(self.folder, self._member.run)
         return any(header.step == step for header, _ in found)
 
