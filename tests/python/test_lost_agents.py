@@ -343,8 +343,8 @@ def test_an_agent_that_replaces_a_lost_one_has_the_usual_time_to_answer(
     assert_stored(run, 6, 6.0)
 
 
-def test_a_run_that_loses_its_agent_names_newer_steps_in_memory(
-    run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_run_that_loses_its_agent_restores_newer_steps_from_memory(
+    run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     training = Run(run, asynchronous=True, agent=True)
     training.save(4, state_of(4.0))
@@ -354,9 +354,9 @@ def test_a_run_that_loses_its_agent_names_newer_steps_in_memory(
     monkeypatch.setattr(client.AgentClient, "_start", _refuse)
     with pytest.warns(UserWarning, match="without an agent.*no more processes"):
         training.reserve(state_of(6.0))
-    assert training.restore(state_of(-1.0)) == 4
-    assert "has steps (5) in the shared memory of this machine" in caplog.text
-    training.close()
+    assert training.restore(state_of(-1.0)) == 5
+    with pytest.raises(StorageError, match=r"step 5 was not saved: .*no more processes"):
+        training.close()
 
 
 def test_a_job_without_its_agent_restores_nothing_from_memory_if_its_directory_has_no_id(
