@@ -143,7 +143,7 @@ def check_changed(ref: str) -> None:
     if any(file.startswith("csrc/") for file in files):
         run(sys.executable, "setup.py", "-q", "build_ext", "--inplace")
     if any(file.startswith(("csrc/", "tests/cpp/")) for file in files):
-        test_cpp(build_all(), 2_000)
+        test_cpp(build_all(), 1_000)
     chosen, left_out = changed.within_budget(changed.affected(files))
     if chosen:
         run_pytest(*(str(path.relative_to(ROOT)) for path in chosen), workers=2)
@@ -351,7 +351,7 @@ def main() -> None:
         check_style()
         return
     if what == "cpp":
-        test_cpp(build_all(niceness=LAST), 2_000)
+        test_cpp(build_all(niceness=LAST), 1_000)
         return
     if what == "gpu":
         test_gpu()

@@ -93,8 +93,8 @@ def convert_after(folder: Path, to: str) -> tuple[int | None, int | None]:
     return before, found(folder, to)
 
 
+@pytest.mark.thin("over an old one-universal")
 @pytest.mark.timeout(900)
-@pytest.mark.thin("new-torch", "over an old one-universal")
 @pytest.mark.parametrize("to", ["torch", "universal", "dcp", "safetensors", "torch_checkpointing"])
 @pytest.mark.parametrize("overwrites", [True, False], ids=["over an old one", "new"])
 def test_a_conversion_killed_at_any_call(

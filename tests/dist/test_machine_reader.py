@@ -122,7 +122,7 @@ def saved(worlds: Worlds, tmp_path: Path) -> Path:
     return tmp_path / "step"
 
 
-@pytest.mark.thin(1)
+@pytest.mark.thin(0.5)
 @pytest.mark.parametrize("planner", LOAD_PLANNERS)
 @pytest.mark.parametrize(
     ("machines", "ranks", "placement", "pays"),

@@ -156,7 +156,7 @@ def save_and_load(name: str, path: Path, writer: Any) -> None:
     assert_stored(path, state, planners=LOAD_PLANNERS)
 
 
-@pytest.mark.thin("replicated-FastWriter", "hsdp-FastWriter", "fsdp over tp-FileSystemWriter")
+@pytest.mark.thin("hsdp-FastWriter", "fsdp over tp-FileSystemWriter")
 @pytest.mark.parametrize("writer", [FastWriter, FileSystemWriter])
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_the_busiest_rank_writes_hardly_more_than_the_mean(

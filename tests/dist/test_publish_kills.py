@@ -19,6 +19,7 @@ def run(campaign: Campaign, faults: int, kinds: list[str]) -> None:
     assert campaign.tally.total() == faults
 
 
+@pytest.mark.slow
 def test_a_few_faults_leave_each_subscriber_with_one_version(
     tmp_path: Path, seed: int, full: bool
 ) -> None:

@@ -73,6 +73,7 @@ def _saves(folder: Path, first: int, how: str) -> list[int]:
     return written
 
 
+@pytest.mark.thin(0.5)
 @pytest.mark.parametrize("how", SAVES)
 def test_ranks_link_what_they_have_written_and_another_number_writes_what_it_needs(
     worlds: Worlds, tmp_path: Path, how: str

@@ -195,6 +195,7 @@ def race(forks: Forks, path: Path, how: str, seed: int, saves: int = 6) -> list[
     return wrong
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("how", ["fast", "shards"])
 def test_jobs_that_race_leave_a_checkpoint_that_loads(

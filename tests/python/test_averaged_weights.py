@@ -161,7 +161,7 @@ SAVES = {
 }
 
 
-@pytest.mark.thin(1)
+@pytest.mark.thin(0.25)
 @pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("way", SAVES)
 def test_a_save_has_the_weights_of_its_call_while_they_are_exchanged(

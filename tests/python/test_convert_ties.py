@@ -181,6 +181,7 @@ def apart() -> dict[str, torch.Tensor]:
     return state
 
 
+@pytest.mark.thin(0.5)
 @pytest.mark.parametrize("source", ["ours", "stock"])
 def test_tensors_that_are_equal_by_nature_are_each_stored(source: str, tmp_path: Path) -> None:
     SAVES[source](apart(), tmp_path / "source")

@@ -195,7 +195,7 @@ def targets(path: Path) -> dict[str, Any]:
     return target
 
 
-@pytest.mark.thin(1)
+@pytest.mark.thin(0.25)
 @pytest.mark.parametrize("kind", ["bytes", "values"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_damage_is_a_typed_error_in_bounded_time_and_memory(

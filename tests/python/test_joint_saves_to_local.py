@@ -58,6 +58,7 @@ def killed_at_each_moment(
         yield at, machines
 
 
+@pytest.mark.thin(0.5)
 @pytest.mark.parametrize("machine", MACHINES)
 def test_an_agent_that_is_killed_at_any_moment_is_replaced_and_the_save_completed(
     tmp_path: Path, killer: Killer, machine: int, seed: int, full: bool
@@ -70,6 +71,7 @@ def test_an_agent_that_is_killed_at_any_moment_is_replaced_and_the_save_complete
         shutil.rmtree(folder)
 
 
+@pytest.mark.thin(0.5)
 @pytest.mark.parametrize("machine", MACHINES)
 def test_a_machine_that_does_not_come_back_fails_the_save_and_removes_nothing_committed(
     tmp_path: Path, killer: Killer, machine: int, seed: int, full: bool

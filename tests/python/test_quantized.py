@@ -488,6 +488,7 @@ def _memory_kib(name: str) -> int:
     return int(line.split()[1])
 
 
+@pytest.mark.slow
 def test_scales_that_are_long_are_in_memory_in_parts(tmp_path: Path) -> None:
     sizes = (2, 2048, 4096)  # 16 MiB of numbers, 64 MiB of scales.
     generator = torch.Generator().manual_seed(1)
