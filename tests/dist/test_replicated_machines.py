@@ -259,7 +259,7 @@ def test_a_replica_with_a_flipped_bit_is_refused_by_name_and_the_disk_serves(
     end = used_nbytes(_native.Slot.open(path, False))
     flip(path, random.Random(seed).randrange(4096, end))
     with Ranks(RANKS) as world:
-        expected = rf"step 2 is passed over: .*cannot load replica .*{path.name}: "
+        expected = rf"step 2 is passed over in shared memory: .*cannot load replica .*{path.name}: "
         world.run(restore_from_disk, run, memory, 1, expected)
 
 
