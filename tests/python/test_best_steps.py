@@ -87,9 +87,9 @@ def test_a_failed_read_of_local_metrics_removes_no_step(
             return real(file, *arguments, **options)
 
         monkeypatch.setattr(Location, "read", fails)
-        save_all(run, {10: 3.0, 20: 1.0})
+        save_all(run, {10: 3.0, 20: 1.0, 30: 2.0})
         monkeypatch.undo()
-        save_all(run, {30: 2.0, 40: 4.0})
+        save_all(run, {40: 4.0})
         assert {20, 40} <= {*steps_in(tmp_path / "local")}
     with Run(tmp_path / "run", local=tmp_path / "local", keep_best=1, monitor="loss") as run:
         run.wait(promoted=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import gc
 import os
 import signal
 import socket
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -30,6 +32,7 @@ from torch_ckpt.agent.memory import agent_lock, folder_of, has_agent, open_folde
 from torch_ckpt.agent.messages import Kind, Message
 from torch_ckpt.agent.process import Agent
 from torch_ckpt.agent.saves import Saves
+from torch_ckpt.agent.slot_contents import SlotContents
 from torch_ckpt.commits.checkpoint import CheckpointTransaction
 from torch_ckpt.coordination.storage_watch import watch_storage
 from torch_ckpt.errors import CheckpointError, StorageError
@@ -357,6 +360,24 @@ def test_a_run_that_loses_its_agent_restores_newer_steps_from_memory(
     assert training.restore(state_of(-1.0)) == 5
     with pytest.raises(StorageError, match=r"step 5 was not saved: .*no more processes"):
         training.close()
+
+
+def test_a_step_that_is_saved_again_without_the_agent_is_not_reported_as_lost(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    training = Run(run, asynchronous=True, agent=True)
+    training.save(5, state_of(5.0), persist=False)
+    with monkeypatch.context() as patched:
+        full = StorageError("the tmpfs is full")
+        patched.setattr(SlotContents, "of", Mock(side_effect=full))
+        with pytest.warns(UserWarning, match="without an agent.*the tmpfs is full"):
+            training.save(5, state_of(5.5))
+    training.close()
+    until(lambda: not has_agent(folder_of(run_of(run))))
+    assert_stored(run, 5, 5.5)
+    del training
+    gc.collect()
+    assert "was not saved" not in capfd.readouterr().err
 
 
 def test_a_job_without_its_agent_restores_nothing_from_memory_if_its_directory_has_no_id(

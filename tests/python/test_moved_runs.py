@@ -100,6 +100,19 @@ def test_a_run_is_not_created_again_below_its_mount_point(
     assert not any(mounted.iterdir())
 
 
+@pytest.mark.parametrize("begins", ["before", "between"])
+def test_a_run_may_begin_before_its_storage_is_mounted_or_mounted_again(
+    mount_tmpfs: Callable[[str], Path], begins: str
+) -> None:
+    mounted, other = mount_tmpfs("size=10m"), mount_tmpfs("size=10m")
+    between = Run(mounted / "gpt")
+    subprocess.run(["umount", "-l", mounted], check=True)
+    going = {"before": Run(mounted / "gpt"), "between": between}[begins]
+    subprocess.run(["mount", "--bind", other, mounted], check=True)
+    _save(going, 40)
+    assert _steps(other / "gpt") == ["step-40"]
+
+
 def test_a_run_continues_after_a_program_has_removed_its_old_files(run: Path) -> None:
     with Run(run, keep_last=2) as going:
         _save(going, 40)

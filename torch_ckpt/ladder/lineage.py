@@ -49,7 +49,8 @@ class Lineage:
         self._disks, self._run, self._retention = disks, disks[-1].directory, retention
         self._is_alone = len(disks) == 1  # Whether steps are saved to the run's directory itself.
         self._may_move = self._is_alone and self._run.local_path is not None
-        self._file_system = self._may_move and _file_system_at(self._run)  # Where it began.
+        here, *above = _file_systems_at(self._run) if self._may_move else [None]
+        self._above = set(above) - {here, None}  # It is not below them while its own is mounted.
         self._job = secrets.token_hex(8)  # Stored in the files of its terms.
         self._term: Term | None = None  # From the first save on.
         self._saved: float = 0  # The newest step that was saved in that term.
@@ -89,8 +90,8 @@ class Lineage:
 
         Takes a term for the first step, for a step below one that this process has saved, after
         steps were discarded, and if the directory is gone: the save creates it again. Raises
-        as :meth:`check`, and CheckpointError if it would be created on another file system, because
-        it is below a mount point.
+        as :meth:`check`, and CheckpointError if it would be created on the file system above its
+        own, which is no longer mounted.
         """
         newest = self._disks[0].newest_after(step)  # A save does not wait for another storage.
         if newest is not None and newest != self._passed_over:
@@ -98,7 +99,7 @@ class Lineage:
                 self._is_branch, self._root = True, self._at
             self._warn(f"is saved, but step {newest} of", step, "this save leaves it")
         if is_gone := self._is_gone():
-            if _file_system_at(self._run) != self._file_system:
+            if _file_systems_at(self._run)[0] in self._above:
                 raise other_directory(self._run, "it is gone, and its parent is on another disk")
             if self._term is not None:
                 _LOG.warning("%s is gone; this save creates it again", self._run)
@@ -216,8 +217,7 @@ class Lineage:
         )
 
 
-def _file_system_at(path: Location) -> object:
-    """Returns the number of the file system of a directory, or of its nearest existing parent."""
-    nearest = next(each for each in (path, *path.parents) if not each.is_missing())
-    identity = nearest.identity()
-    return identity and identity[0]
+def _file_systems_at(path: Location) -> list[object]:
+    """Returns the numbers of the file systems of a directory and its parents that exist."""
+    nearest_first = (each for each in (path, *path.parents) if not each.is_missing())
+    return [identity and identity[0] for identity in (each.identity() for each in nearest_first)]

@@ -119,7 +119,13 @@ class AgentBackend(ThreadBackend):
 
     def _saved(self, ended: Future[Any]) -> None:
         if ended.exception() is None:
-            self._last = None
+            self._drop_last()
+
+    def _drop_last(self) -> None:
+        """Drops the last step in memory. If the agent cannot write it, nothing is reported."""
+        last, self._last = self._last, None
+        if last is not None:
+            last[1].add_done_callback(lambda ended: ended.exception())
 
     def reserve(self, state: dict[str, Any]) -> None:
         """Allocates memory for states like this."""
@@ -145,7 +151,7 @@ class AgentBackend(ThreadBackend):
         if self.can_stay_in_memory:
             self._agent.forget(is_discarded)
         elif self._last is not None and is_discarded(self._last[0]):
-            self._last = None
+            self._drop_last()
 
     def leave(self) -> None:
         if self.can_stay_in_memory:
