@@ -266,7 +266,7 @@ def find_members(run: Path) -> None:
     patched = ("this_machine", look_first) if first else ("open_folder", remove_and_open)
     with mock.patch.object(member, *patched):
         agent = SnapshotAgent(run)
-    assert len(agent._member.ranks_here) == 2
+    assert len(agent.member.ranks_here) == 2
     agent.close(drop=True)
 
 

@@ -222,12 +222,12 @@ def test_an_agent_that_does_not_know_failures_of_other_machines_completes_a_save
     monkeypatch.setattr(client, "_ANSWER_S", 3.0)  # So it pings often.
     monkeypatch.setattr(client.AgentClient, "request", refuse)
     monkeypatch.setattr(agent._failed, "received", lambda _: ("StorageError", "machine 1", 5))
-    alone = agent._member
-    agent._member = replace(alone, node_count=2)
+    alone = agent.member
+    agent.member = replace(alone, node_count=2)
     staged = StagedSave(alone.header(0, 1, persist=True), Location(run / "1"))
     waiting_rank = submitted(ThreadPoolExecutor(1), agent.persist, staged, future=OwnFuture())
     assert has_failed.wait(SOON_S)
-    agent._member = alone
+    agent.member = alone
     assert saved(agent, run, 1)
     waiting_rank.result(SOON_S)
     agent.close()

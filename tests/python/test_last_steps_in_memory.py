@@ -103,6 +103,7 @@ def replace_the_directory(path: Path) -> Iterator[None]:
     path.with_name("moved").rename(path)
 
 
+@pytest.mark.thin(1.0)
 @pytest.mark.parametrize(
     ("fault", "reason", "first"),
     [

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -85,6 +86,7 @@ def replace_by_another(run: Path) -> None:
     run.with_name("other").rename(run)
 
 
+@pytest.mark.thin(1.0)
 @pytest.mark.parametrize("lose", [move_away, shutil.rmtree, remove_contents, replace_by_another])
 def test_memory_of_a_run_whose_directory_is_gone_is_not_restored(
     run: Path, lose: object, caplog: pytest.LogCaptureFixture
@@ -205,6 +207,19 @@ def test_a_crash_between_the_steps_of_the_first_save_loses_and_offers_nothing_wr
     assert restored(run) == 1  # As if it had died before the step.
     shutil.rmtree(run)
     assert restored(run) is None
+
+
+def test_a_step_in_memory_is_written_although_the_term_of_its_job_is_gone(run: Path) -> None:
+    with training(run) as made:
+        save(made, 1, persist=False)
+    shutil.rmtree(run)
+    dies = mock.patch.object(SnapshotAgent, "async_save", side_effect=ZeroDivisionError)
+    with dies, training(run) as made:  # Its directory has a term of this job alone.
+        assert made.restore({"w": torch.zeros(1000)}) == 1
+        save(made, 2)
+    with torch_ckpt.Run(run, asynchronous=True, agent=True) as made:
+        assert made.restore({"w": torch.zeros(1000)}) == 1
+    until(lambda: (run / "step-1/.metadata").exists())  # The agent writes it after the end.
 
 
 def test_an_agent_writes_nothing_where_the_directory_of_its_run_is_gone(run: Path) -> None:

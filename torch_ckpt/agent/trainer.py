@@ -135,7 +135,7 @@ class SnapshotAgent:
             directory = Location(run).resolved() if has_directory else None
             run = name_of(run)  # Resolved once, because links in the path may change.
             self._shared = None if local is None or shares_local else Location(run)
-            self._member = member = find_member(run, self._group, timeout_s, directory)
+            self.member = member = find_member(run, self._group, timeout_s, directory)
             connect = functools.partial(AgentClient, run, member, options, local=local)
             connect = functools.partial(connect, shares_local=shares_local, timeout_s=timeout_s)
             self._client = connect_all(self._group, connect, timeout_s)
@@ -143,7 +143,7 @@ class SnapshotAgent:
             undo.callback(self._client.close)
             self._replication = Replication(self._client, self._stages, timeout_s)
             self._replication.begin(process_group, options)
-            if self._member.is_first_here:
+            if self.member.is_first_here:
                 warn_of_former(self._client.folder, member.run, member.run_id, run)
             undo.pop_all()
         self._newest: Path | None = None  # Slot of the last save, if it was staged.
@@ -165,7 +165,7 @@ class SnapshotAgent:
     @property
     def ranks_here(self) -> Sequence[int]:
         """The ranks of this machine."""
-        return self._member.ranks_here
+        return self.member.ranks_here
 
     @property
     def superseded(self) -> int:
@@ -233,7 +233,7 @@ class SnapshotAgent:
 
         using = self._staging.use_by_all("stage a snapshot", self._stages, self.timeout_s)
         with using, gc_paused():
-            header = self._member.header(self._slots.sequence, step, persist=persist)
+            header = self.member.header(self._slots.sequence, step, persist=persist)
             self._slots.sequence += 1
             self._newest, self._former = None, self._in_memory
             try:
@@ -251,7 +251,7 @@ class SnapshotAgent:
                 raise
             if filled is None:
                 self.skipped += 1
-                if self._member.node_count > 1:  # Other machines may not have skipped.
+                if self.member.node_count > 1:  # Other machines may not have skipped.
                     self._client.abort(header.sequence, target)
                 return None
             self._newest, has_waited = filled
@@ -288,7 +288,7 @@ class SnapshotAgent:
             StorageError: The agent does not answer, if ``may_be_committed`` is true. It may still
                 commit the save, and so may an agent that is started later.
         """
-        sequence, is_joint = staged.header.sequence, self._member.node_count > 1
+        sequence, is_joint = staged.header.sequence, self.member.node_count > 1
 
         def pass_on() -> None:
             failure = self._failed.received(sequence) if is_joint else None
@@ -358,7 +358,7 @@ class SnapshotAgent:
 
     def _written(self, staged: StagedSave, phases: Phases) -> Future[None]:
         phases.begin("persisting")
-        client, is_named = self._client, self._member.is_first_here
+        client, is_named = self._client, self.member.is_first_here
         self._in_memory, work = None, (self._waiting, self._persist, staged, phases)
         outcome: BackgroundFuture[None] = BackgroundFuture(
             f"step {staged.header.step} was not saved",
@@ -370,7 +370,7 @@ class SnapshotAgent:
     def _persist(self, staged: StagedSave, phases: Phases) -> None:
         """Waits until the agent has committed a save. The first rank logs it."""
         self.persist(staged)
-        ranks = self._member.world_size
+        ranks = self.member.world_size
         if not (self._group.is_coordinator and is_first(ranks) and _LOG.isEnabledFor(logging.INFO)):
             return
         with contextlib.suppress(CheckpointError):  # The save succeeded, readable or not.
@@ -409,7 +409,7 @@ class SnapshotAgent:
 
     def has_in_memory(self, step: int) -> bool:
         """Returns whether this machine has a whole snapshot of a step. Ranks may call it alone."""
-        found = complete_slots(self.folder, self._member.run)
+        found = complete_slots(self.folder, self.member.run)
         return any(header.step == step for header, _ in found)
 
     def slot_report(self) -> SlotReport:

@@ -214,7 +214,7 @@ def check_directory(run: Location, term: Term, *, may_be_empty: bool = False) ->
 def other_directory(run: Location, why: str) -> CheckpointError:
     """Returns the error of a job whose directory is no longer at its path."""
     return CheckpointError(
-        f"cannot use {run}: it is not the directory in which this job began to save, because {why}"
+        f"cannot use {run}: it is not the directory of this run, because {why}"
         ". That directory may have been moved or unmounted. To continue here, start the job again"
     )
 

@@ -100,7 +100,9 @@ class Lineage:
             self._warn(f"is saved, but step {newest} of", step, "this save leaves it")
         if is_gone := self._is_gone():
             if _file_systems_at(self._run)[0] in self._above:
-                raise other_directory(self._run, "it is gone, and its parent is on another disk")
+                raise other_directory(
+                    self._run, "it is gone, and its parent is on another file system"
+                )
             if self._term is not None:
                 _LOG.warning("%s is gone; this save creates it again", self._run)
         if self._term is None or step < self._saved or is_gone:

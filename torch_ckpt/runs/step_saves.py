@@ -205,7 +205,10 @@ class StepSaves:
             if not is_last and (unpromoted := self._promotion.check()) is not None:
                 return unpromoted
             choice = self._promotion.choice(step)
+            former_term = self.lineage.term.number
             files.update(self.lineage.saving(step))  # Only the newest job may remove remains.
+            if self.lineage.term.number != former_term:
+                self._backend.claim(self._disks[-1].directory)
             self._failed.sweep()
             lineage = self.lineage.term.number, dict(self.lineage.term.lineage)
             base, former = self._base(step) if self._reuses else None, self._failed.former(step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -16,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from torch_ckpt.agent.identity import id_in_directory, write_id
 from torch_ckpt.agent.member import find_member
 from torch_ckpt.agent.options import AgentOptions
 from torch_ckpt.agent.rung import SnapshotRung
@@ -147,6 +149,11 @@ class AgentBackend(ThreadBackend):
         last, self._last = self._last, None
         return last
 
+    def claim(self, directory: Location) -> None:
+        run_id = self._agent.member.run_id
+        if run_id is not None and id_in_directory(directory) is None:
+            write_id(directory, run_id.id)
+
     def forget(self, is_discarded: Callable[[int], bool]) -> None:
         if self.can_stay_in_memory:
             self._agent.forget(is_discarded)
@@ -192,7 +199,9 @@ class AgentBackend(ThreadBackend):
             return result
         undo()
         self.can_stay_in_memory = False
-        self._last, close = self._agent.write_newest(), self._agent.close
+        close = self._agent.close
+        with contextlib.suppress(CheckpointError):  # The system has no more threads.
+            self._last = self._agent.write_newest()
         if self._last is None:
             close()  # The agent writes its snapshots to disk.
         else:  # Training does not wait. The thread of the future cannot close, which waits for it.

@@ -62,6 +62,12 @@ class ThreadBackend:
     def reserve(self, state: dict[str, Any]) -> None:
         """Allocates memory for states like this, if the backend reserves memory."""
 
+    def claim(self, directory: Location) -> None:
+        """Writes the id of the run into its directory, on the first rank, if the run has one.
+
+        Called when a job takes a term. Agents know by the id whose terms a directory has.
+        """
+
     def forget(self, is_discarded: Callable[[int], bool]) -> None:
         """Drops the step that was saved last, if it was discarded from memory."""
 
