@@ -61,7 +61,7 @@ def test_a_run_saves_nothing_to_another_directory_at_its_path_and_removes_nothin
     lose(run)
     found = _steps(run)
     for step in (50, 51):
-        with pytest.raises(CheckpointError, match="not the directory in which"):
+        with pytest.raises(CheckpointError, match="not the directory of this run"):
             _save(going, step)
     assert _steps(run) == found
     going.close()
@@ -94,7 +94,7 @@ def test_a_run_is_not_created_again_below_its_mount_point(
         _save(going, 40)
     subprocess.run(["umount", "-l", mounted], check=True)
     for step in (50, 51):
-        with pytest.raises(CheckpointError, match="not the directory in which"):
+        with pytest.raises(CheckpointError, match="not the directory of this run"):
             _save(going, step)
     going.close()
     assert not any(mounted.iterdir())

@@ -252,7 +252,7 @@ def test_a_run_writes_nothing_into_the_directory_of_another_run(run: Path) -> No
     with training(run) as made:
         save(made, 1)
         replace_by_another(run)
-        with pytest.raises(CheckpointError, match="not the directory in which"):
+        with pytest.raises(CheckpointError, match="not the directory of this run"):
             save(made, 2)
     assert not (run / "step-2").exists()
 
@@ -268,7 +268,7 @@ def test_an_agent_writes_nothing_where_a_run_without_an_agent_has_begun(
     save(made, 3, persist=False)
     move_away(run)
     torch_ckpt.Run(run).save(2, {"w": torch.full((1000,), 2.0)})
-    with pytest.raises(CheckpointError, match="not the directory in which"):
+    with pytest.raises(CheckpointError, match="not the directory of this run"):
         made.close()
     assert not (run / "run-id").exists()
     assert torch_ckpt.Run(run).latest_step() == 2
@@ -282,7 +282,7 @@ def test_a_run_saves_nothing_where_another_has_begun_at_the_path_of_its_local_di
     save(made, 1)
     move_away(local)
     save(torch_ckpt.Run(local), 2)
-    with pytest.raises(CheckpointError, match="not the directory in which"):
+    with pytest.raises(CheckpointError, match="not the directory of this run"):
         save(made, 3)
     assert not (local / "step-3").exists()
 

@@ -207,7 +207,7 @@ def check_directory(run: Location, term: Term, *, may_be_empty: bool = False) ->
         if found is None and not others and (may_be_empty or has_steps):
             return
     if found is None or found.job != term.job:
-        whose = f"that of {found}" if found else f"no term-{term.number}"
+        whose = f"{found}" if found else f"no term-{term.number}"
         raise other_directory(run, f"it has {whose}")
 
 
@@ -215,7 +215,7 @@ def other_directory(run: Location, why: str) -> CheckpointError:
     """Returns the error of a job whose directory is no longer at its path."""
     return CheckpointError(
         f"cannot use {run}: it is not the directory of this run, because {why}"
-        ". That directory may have been moved or unmounted. To continue here, start the job again"
+        ". That may have been moved or unmounted. To continue here, start the job again"
     )
 
 
