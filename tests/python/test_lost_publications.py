@@ -166,6 +166,51 @@ def test_a_machine_that_cannot_publish_any_more_fails_the_save_on_all_once_it_ca
         shutil.rmtree(folder)
 
 
+@pytest.mark.parametrize("is_apart", [True, False], ids=["local", "shared"])
+@pytest.mark.parametrize("returns", [True, False], ids=["returns", "gone"])
+def test_a_directory_that_is_gone_within_a_save_is_a_failure_of_storage_unless_it_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_apart: bool, returns: bool
+) -> None:
+    monkeypatch.setattr(joint_save, "SHUTDOWN_WAIT_S", 30.0 if returns else 0.0)
+    machines = _machines(tmp_path / "run", is_apart=is_apart)
+    machines[0].go_on()
+    assert machines[0].error is None
+    (tmp_path / "run" / "run").rename(tmp_path / "away")
+    machines[0].go_on()
+    if returns:
+        assert not machines[0].has_ended
+        (tmp_path / "away").rename(tmp_path / "run" / "run")
+        save(machines)
+        check_whole(tmp_path / "run", machines)
+        return
+    machines[0].go_on()
+    assert isinstance(machines[0].error, StorageError)
+    assert "No such file or directory" in str(machines[0].error)
+
+
+@pytest.mark.parametrize("is_apart", [True, False], ids=["local", "shared"])
+@pytest.mark.parametrize("victim", MACHINES)
+def test_a_machine_that_once_cannot_read_whether_a_save_is_committed_tries_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: int, is_apart: bool
+) -> None:
+    real, failing, calls = Manifests.is_committed, -1, 0
+
+    def is_committed(files: Manifests) -> bool:
+        nonlocal calls
+        calls += (is_of_victim := files.node == victim)
+        if is_of_victim and calls == failing:
+            raise StorageError("the answer broke off", 110)
+        return real(files)
+
+    monkeypatch.setattr(Manifests, "is_committed", is_committed)
+    save(_machines(tmp_path / "first", is_apart=is_apart))
+    for failing in range(2 if is_apart else 1, calls + 1):  # 1: before the directory is created.
+        calls = 0
+        machines = _machines(tmp_path / str(failing), is_apart=is_apart)
+        save(machines)
+        check_whole(tmp_path / str(failing), machines)
+
+
 class _KilledError(BaseException):
     """In the place of SIGKILL."""
 

@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 from torch_ckpt.agent.answers import Answers
 from torch_ckpt.agent.memory import Save
-from torch_ckpt.agent.messages import Failure, decode, encode, failure_of
+from torch_ckpt.agent.messages import Failure, decode, encode, failure_of_save
 from torch_ckpt.agent.persist import FileReport
 from torch_ckpt.commits.garbage import remove_files
 from torch_ckpt.commits.probe import check_commit
@@ -122,9 +122,12 @@ class Manifests:
     def put(self, kind: FileKind, facts: dict[str, Any], blobs: Sequence[bytes] = ()) -> None:
         """Publishes a file of this machine; replaces an earlier file of this kind.
 
-        Raises NotFoundError if the directory does not exist, unless it is on a store.
+        Raises StorageError if that fails, also if the directory does not exist.
         """
-        self._answer(lambda: self._put(self._path(self.node, kind), facts, blobs))
+        try:
+            self._answer(lambda: self._put(self._path(self.node, kind), facts, blobs))
+        except NotFoundError as error:
+            raise StorageError(str(error), error.errno) from error
 
     def _put(self, path: Location, facts: dict[str, Any], blobs: Sequence[bytes]) -> None:
         if self.directory.file_system.publishes_by_condition:
@@ -231,7 +234,7 @@ class Manifests:
 
     def failure_of(self, error: BaseException) -> Failure:
         """Returns the description of this machine's error, to be published to all machines."""
-        kind, text, errno = failure_of(error)
+        kind, text, errno = failure_of_save(error)
         return kind, f"machine {self.node} ({socket.gethostname()}): {text}", errno
 
     def _files(self) -> list[re.Match[str]]:
