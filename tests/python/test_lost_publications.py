@@ -166,26 +166,24 @@ def test_a_machine_that_cannot_publish_any_more_fails_the_save_on_all_once_it_ca
         shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize("is_apart", [True, False], ids=["local", "shared"])
-@pytest.mark.parametrize("returns", [True, False], ids=["returns", "gone"])
-def test_a_directory_that_is_gone_within_a_save_is_a_failure_of_storage_unless_it_returns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_apart: bool, returns: bool
+@pytest.mark.parametrize("folder", ["", "step-1", ".agents"])
+def test_a_directory_that_is_gone_within_a_save_is_a_failure_of_storage_on_all(
+    tmp_path: Path, folder: str
 ) -> None:
-    monkeypatch.setattr(joint_save, "SHUTDOWN_WAIT_S", 30.0 if returns else 0.0)
-    machines = _machines(tmp_path / "run", is_apart=is_apart)
+    machines = _machines(tmp_path / "run", is_apart=folder == ".agents")
+    for machine in machines:
+        machine.go_on()
+    gone, away = tmp_path / "run" / "run" / folder, tmp_path / "away"
+    gone.rename(away)
     machines[0].go_on()
-    assert machines[0].error is None
-    (tmp_path / "run" / "run").rename(tmp_path / "away")
-    machines[0].go_on()
-    if returns:
-        assert not machines[0].has_ended
-        (tmp_path / "away").rename(tmp_path / "run" / "run")
-        save(machines)
-        check_whole(tmp_path / "run", machines)
-        return
-    machines[0].go_on()
-    assert isinstance(machines[0].error, StorageError)
-    assert "No such file or directory" in str(machines[0].error)
+    away.rename(gone)
+    for files, facts in machines[0].unpublished:
+        files.put("failed", facts)
+    save(machines)
+    for machine in machines:
+        assert isinstance(machine.error, StorageError)
+        assert "machine 0 (" in str(machine.error)
+        assert "No such file or directory" in str(machine.error)
 
 
 @pytest.mark.parametrize("is_apart", [True, False], ids=["local", "shared"])

@@ -48,7 +48,7 @@ from torch_ckpt.agent.messages import Failure, raise_failure
 from torch_ckpt.agent.persist import FileReport, Writing, lengths_of, snapshot_commit_files
 from torch_ckpt.commits.checkpoint import CheckpointTransaction
 from torch_ckpt.commits.probe import created
-from torch_ckpt.errors import CheckpointError, StorageError
+from torch_ckpt.errors import CheckpointError, NotFoundError, StorageError
 from torch_ckpt.formats.committed import index_name, open_committed
 from torch_ckpt.planning.replica_check import CheckReplicas, Difference
 
@@ -390,7 +390,8 @@ class JointSave:
             elif not self._commits:
                 files.remove("lists", "manifest", "failed")
             elif any(0 in nodes for nodes in published.values()):  # Else machine 0 has ended.
-                files.put("committed", {})
+                with contextlib.suppress(NotFoundError):
+                    files.put("committed", {})
             self._failing_since = None
             return has_ended
         return False
@@ -427,7 +428,7 @@ class JointSave:
             facts = {"epoch": epoch, "failure": failure, "unsure": self._part.may_be_committed}
             try:
                 self._files.put("failed", facts)
-            except CheckpointError:
+            except CheckpointError:  # The directory may return.
                 self._publish_later(self._files, facts)
         self._files.remove("epoch", "lists")
         if not (retain_files or self._part.may_be_committed):

@@ -122,12 +122,9 @@ class Manifests:
     def put(self, kind: FileKind, facts: dict[str, Any], blobs: Sequence[bytes] = ()) -> None:
         """Publishes a file of this machine; replaces an earlier file of this kind.
 
-        Raises StorageError if that fails, also if the directory does not exist.
+        Raises NotFoundError if the directory does not exist, unless it is on a store.
         """
-        try:
-            self._answer(lambda: self._put(self._path(self.node, kind), facts, blobs))
-        except NotFoundError as error:
-            raise StorageError(str(error), error.errno) from error
+        self._answer(lambda: self._put(self._path(self.node, kind), facts, blobs))
 
     def _put(self, path: Location, facts: dict[str, Any], blobs: Sequence[bytes]) -> None:
         if self.directory.file_system.publishes_by_condition:
