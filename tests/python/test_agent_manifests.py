@@ -18,6 +18,7 @@ from waits import SOON_S, until
 
 from torch_ckpt import CheckpointError, IoOptions
 from torch_ckpt._core import _native
+from torch_ckpt.agent.answers import Answers
 from torch_ckpt.agent.client import Member
 from torch_ckpt.agent.joint_save import JointSave
 from torch_ckpt.agent.manifests import FileKind, Manifests, PendingFailures
@@ -178,6 +179,11 @@ def test_a_directory_that_cannot_be_written_is_a_typed_error(tmp_path: Path) -> 
     assert not files.has_files()
     with pytest.raises(CheckpointError):
         files.put("failed", {"epoch": None, "failure": files.failure_of(CheckpointError("no"))})
+
+
+def test_a_call_of_a_directory_does_not_disturb_that_of_another_thread(tmp_path: Path) -> None:
+    answers = Answers(Location(tmp_path))
+    assert answers.get(lambda: answers.get(lambda: 1)) == 1  # The inner one is in another thread.
 
 
 @pytest.mark.parametrize("failing", ["the watcher", "a call of the directory"])

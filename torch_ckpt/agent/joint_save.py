@@ -448,8 +448,7 @@ class JointSave:
         except StorageError as error:
             since = self._failing_since = self._failing_since or time.monotonic()
             if time.monotonic() - since > SHUTDOWN_WAIT_S or self._deadline.has_passed():
-                text = f"cannot save {self.directory}: {error}"
-                raise StorageError(text, error.errno) from error
+                raise StorageError(f"cannot save {self.directory}: {error}", error.errno) from error
             self._raise_remote_failure()
 
     def _read_published(self) -> tuple[dict[str, set[int]] | None, bool]:
