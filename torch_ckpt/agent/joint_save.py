@@ -19,8 +19,8 @@ each machine checks the files that the index names: a late manifest may name oth
 agent has written.
 
 If an agent cannot read or publish these files, it retries for ``SHUTDOWN_WAIT_S``. Then the save
-fails on its machine. The agent publishes the failure once it can write files again. Meanwhile the
-ranks send the failure to the agents of the other machines.
+fails on its machine, or at once if the directory is gone. The agent publishes the failure once it
+can write files again. Meanwhile the ranks send the failure to the agents of the other machines.
 
 If the machines do not share the directory of the checkpoint, each one writes and commits in its own
 directory:
