@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 import torch_ckpt
 from torch_ckpt import FastReader, FastWriter, SafetensorsWriter
-from torch_ckpt.errors import CorruptionError, StorageError
+from torch_ckpt.errors import CorruptionError, NotFoundError, StorageError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.filesystems.object_store import object_store
 from torch_ckpt.filesystems.obstore_client import ObstoreClient
@@ -100,6 +100,18 @@ def test_one_lost_answer_fails_no_save(
     campaign.case(store_url, [fault], rows, former=1)
     assert campaign.outcomes["save: done"] == 1, campaign.errors
     assert not campaign.breaches, campaign.breaches
+
+
+@pytest.mark.thin("cut")
+@pytest.mark.parametrize("kind", ["cut", "truncate"])
+def test_an_answer_that_breaks_off_and_says_that_there_is_no_file_is_repeated(
+    store_proxy: StoreProxy, store_url: str, kind: Any
+) -> None:
+    fault = Fault(kind, ("get",), path="/absent$", times=1)
+    store_proxy.add(fault)
+    with pytest.raises(NotFoundError):
+        Location(f"{store_url}/absent").read()
+    assert fault.met == 1
 
 
 @pytest.mark.thin("flip")

@@ -18,6 +18,7 @@ from waits import SOON_S, until
 
 from torch_ckpt import CheckpointError, IoOptions
 from torch_ckpt._core import _native
+from torch_ckpt.agent.answers import Answers
 from torch_ckpt.agent.client import Member
 from torch_ckpt.agent.joint_save import JointSave
 from torch_ckpt.agent.manifests import FileKind, Manifests, PendingFailures
@@ -172,11 +173,17 @@ def test_what_a_save_recognises_as_left_over_is_every_file_of_agents(tmp_path: P
 
 def test_a_directory_that_cannot_be_written_is_a_typed_error(tmp_path: Path) -> None:
     files = manifests_in(tmp_path / "none")
-    with pytest.raises(NotFoundError, match="No such file"):
+    with pytest.raises(NotFoundError, match="No such file") as caught:
         files.put("epoch", {})
+    assert files.failure_of(caught.value)[0] == "StorageError"
     assert not files.has_files()
     with pytest.raises(CheckpointError):
         files.put("failed", {"epoch": None, "failure": files.failure_of(CheckpointError("no"))})
+
+
+def test_a_call_of_a_directory_does_not_disturb_that_of_another_thread(tmp_path: Path) -> None:
+    answers = Answers(Location(tmp_path))
+    assert answers.get(lambda: answers.get(lambda: 1)) == 1  # The inner one is in another thread.
 
 
 @pytest.mark.parametrize("failing", ["the watcher", "a call of the directory"])

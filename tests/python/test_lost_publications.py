@@ -166,6 +166,49 @@ def test_a_machine_that_cannot_publish_any_more_fails_the_save_on_all_once_it_ca
         shutil.rmtree(folder)
 
 
+@pytest.mark.parametrize("folder", ["", "step-1", ".agents"])
+def test_a_directory_that_is_gone_within_a_save_is_a_failure_of_storage_on_all(
+    tmp_path: Path, folder: str
+) -> None:
+    machines = _machines(tmp_path / "run", is_apart=folder == ".agents")
+    for machine in machines:
+        machine.go_on()
+    gone, away = tmp_path / "run" / "run" / folder, tmp_path / "away"
+    gone.rename(away)
+    machines[0].go_on()
+    away.rename(gone)
+    for files, facts in machines[0].unpublished:
+        files.put("failed", facts)
+    save(machines)
+    for machine in machines:
+        assert isinstance(machine.error, StorageError)
+        assert "machine 0 (" in str(machine.error)
+        assert "No such file or directory" in str(machine.error)
+
+
+@pytest.mark.parametrize("is_apart", [True, False], ids=["local", "shared"])
+@pytest.mark.parametrize("victim", MACHINES)
+def test_a_machine_that_once_cannot_read_whether_a_save_is_committed_tries_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: int, is_apart: bool
+) -> None:
+    real, failing, calls = Manifests.is_committed, -1, 0
+
+    def is_committed(files: Manifests) -> bool:
+        nonlocal calls
+        calls += (is_of_victim := files.node == victim)
+        if is_of_victim and calls == failing:
+            raise StorageError("the answer broke off", 110)
+        return real(files)
+
+    monkeypatch.setattr(Manifests, "is_committed", is_committed)
+    save(_machines(tmp_path / "first", is_apart=is_apart))
+    for failing in range(2 if is_apart else 1, calls + 1):  # 1: before the directory is created.
+        calls = 0
+        machines = _machines(tmp_path / str(failing), is_apart=is_apart)
+        save(machines)
+        check_whole(tmp_path / str(failing), machines)
+
+
 class _KilledError(BaseException):
     """In the place of SIGKILL."""
 

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Answers:
-    """Calls functions that use a directory, each in a new thread. Owned by one thread.
+    """Calls functions that use a directory, each in a new thread. Thread-safe.
 
     Raises StorageError if a call does not return within ``ANSWER_S``. While that call is still
     running, all further calls fail immediately.
@@ -41,11 +41,12 @@ class Answers:
                 except BaseException as error:
                     errors.append(error)
 
-            self._silent = threading.Thread(target=run, name="torch_ckpt-answers", daemon=True)
-            self._silent.start()
-            self._silent.join(ANSWER_S)
+            thread = threading.Thread(target=run, name="torch_ckpt-answers", daemon=True)
+            thread.start()
+            thread.join(ANSWER_S)
             for error in errors:
                 raise error
             if results:
                 return results[0]
+            self._silent = thread
         raise StorageError(f"{self._directory} does not answer", errno.ETIMEDOUT)

@@ -19,8 +19,8 @@ each machine checks the files that the index names: a late manifest may name oth
 agent has written.
 
 If an agent cannot read or publish these files, it retries for ``SHUTDOWN_WAIT_S``. Then the save
-fails on its machine. The agent publishes the failure once it can write files again. Meanwhile the
-ranks send the failure to the agents of the other machines.
+fails on its machine, or at once if the directory is gone. The agent publishes the failure once it
+can write files again. Meanwhile the ranks send the failure to the agents of the other machines.
 
 If the machines do not share the directory of the checkpoint, each one writes and commits in its own
 directory:
@@ -153,6 +153,7 @@ class JointSave:
         self._remote_failure, self._publish_later = remote_failure, publish_later
         self._epoch = ""  # The current epoch; empty until this machine reads it.
         self._failed_before: str | None = ""  # Epoch of machine 0 that failed before `begin`.
+        self._has_begun = False  # Whether this machine has joined the epoch, or needs none.
         self._is_resumed = True  # Whether an earlier agent may have published a manifest.
         self._plan: JointPlan | None = None
         self._failing_since: float | None = None  # When reading or publishing began to fail.
@@ -186,12 +187,15 @@ class JointSave:
             self._begin()
 
     def _begin(self) -> None:
+        published, is_committed = self._read_published()
+        if published is None:  # The first `advance` tries again.
+            return
+        self._has_begun = True
         self._failed_before = self._epoch_in("failed")
         self._files.remove("failed")
-        if self._files.is_committed():
+        if is_committed:
             return
-        published = self._read_published()
-        self._is_resumed = published is None or self._files.node in published["manifest"]
+        self._is_resumed = self._files.node in published["manifest"]
         if self._is_coordinator:
             self._epoch = self._epoch_in("epoch") or ""  # An earlier agent may have published it.
             transaction = self._open()
@@ -221,10 +225,9 @@ class JointSave:
             yield
             return
         except _RemoteError as error:
-            failure, may_be_committed = error.failure, error.may_be_committed
-            self._end_epoch(
-                failure if self._is_coordinator else None, retain_files=may_be_committed
-            )
+            failure = error.failure
+            own = failure if self._is_coordinator else None
+            self._end_epoch(own, retain_files=error.may_be_committed)
         except Exception as error:
             failure = self._files.failure_of(error)
             self._end_epoch(failure, retain_files=self._is_bound)
@@ -247,10 +250,13 @@ class JointSave:
 
     def _advance(self) -> bool:
         files = self._files
-        published = self._read_published()
+        if not self._has_begun:
+            self._begin()
+            return False
+        published, is_committed = self._read_published()
         if published is None:
             return False
-        if files.is_committed():
+        if is_committed:
             if self._commits and not self._part.may_be_committed:
                 self._part.finish_commit(files.save_id(self._epoch))
             return self._end_commit(published)
@@ -264,7 +270,7 @@ class JointSave:
         if not self.has_written and self._epoch and len(published["lists"]) == files.node_count:
             self._write()
             self._publish(published)
-            published = self._read_published()
+            published, _ = self._read_published()
             if published is None:
                 return False
         has_all_manifests = len(published["manifest"]) == files.node_count
@@ -357,8 +363,7 @@ class JointSave:
         got, own = self._files.get(0, "commit"), self._files.manifest(self._files.node)
         if got is None or own is None:
             return False
-        facts, (metadata, index) = got
-        epoch, reports = own
+        (facts, (metadata, index)), (epoch, reports) = got, own
         if self._files.save_id(epoch) != facts["save_id"]:
             return False
         self._epoch = epoch
@@ -423,10 +428,8 @@ class JointSave:
             facts = {"epoch": epoch, "failure": failure, "unsure": self._part.may_be_committed}
             try:
                 self._files.put("failed", facts)
-            except StorageError:
+            except CheckpointError:  # The directory may return.
                 self._publish_later(self._files, facts)
-            except CheckpointError:  # The directory is gone. The caller raises the first failure.
-                pass
         self._files.remove("epoch", "lists")
         if not (retain_files or self._part.may_be_committed):
             self._files.remove("manifest")
@@ -445,15 +448,14 @@ class JointSave:
         except StorageError as error:
             since = self._failing_since = self._failing_since or time.monotonic()
             if time.monotonic() - since > SHUTDOWN_WAIT_S or self._deadline.has_passed():
-                text = f"cannot save {self.directory}: {error}"
-                raise StorageError(text, error.errno) from error
+                raise StorageError(f"cannot save {self.directory}: {error}", error.errno) from error
             self._raise_remote_failure()
 
-    def _read_published(self) -> dict[str, set[int]] | None:
-        """Returns the published files; ``None`` if they cannot be read now."""
+    def _read_published(self) -> tuple[dict[str, set[int]] | None, bool]:
+        """Returns the published files, and if the save is committed; ``None`` if unknown now."""
         with self._retrying():
-            return self._files.published()
-        return None
+            return self._files.published(), self._files.is_committed()
+        return None, False
 
     def _publish(self, published: dict[str, set[int]]) -> None:
         """Publishes the missing files of this machine: another save may have removed them."""

@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 from torch_ckpt.agent.answers import Answers
 from torch_ckpt.agent.memory import Save
-from torch_ckpt.agent.messages import Failure, decode, encode, failure_of
+from torch_ckpt.agent.messages import Failure, decode, encode, failure_of_save
 from torch_ckpt.agent.persist import FileReport
 from torch_ckpt.commits.garbage import remove_files
 from torch_ckpt.commits.probe import check_commit
@@ -231,7 +231,7 @@ class Manifests:
 
     def failure_of(self, error: BaseException) -> Failure:
         """Returns the description of this machine's error, to be published to all machines."""
-        kind, text, errno = failure_of(error)
+        kind, text, errno = failure_of_save(error)
         return kind, f"machine {self.node} ({socket.gethostname()}): {text}", errno
 
     def _files(self) -> list[re.Match[str]]:

@@ -37,6 +37,7 @@ __all__ = [
     "encode",
     "encoded_save",
     "failure_of",
+    "failure_of_save",
     "has_arrived",
     "peer_of",
     "raise_failure",
@@ -239,6 +240,12 @@ def failure_of(error: BaseException) -> Failure:
         kind = "StorageError" if isinstance(error, OSError) else "CheckpointError"
         text = f"{type(error).__name__}: {text}"
     return kind, text, getattr(error, "errno", None) or 0
+
+
+def failure_of_save(error: BaseException) -> Failure:
+    """As :func:`failure_of`, for a save: if its directory or a file is gone, storage has failed."""
+    kind, text, number = failure_of(error)
+    return "StorageError" if kind == "NotFoundError" else kind, text, number
 
 
 def raise_failure(failure: Failure) -> NoReturn:

@@ -21,11 +21,11 @@ from torch_ckpt.agent.identity import check_shared, claim_directory
 from torch_ckpt.agent.joint_save import JointSave, manifests_of
 from torch_ckpt.agent.manifests import PendingFailures
 from torch_ckpt.agent.memory import Save, done_mark
-from torch_ckpt.agent.messages import Failure, failure_of, raise_failure
+from torch_ckpt.agent.messages import Failure, failure_of_save, raise_failure
 from torch_ckpt.agent.options import AgentOptions
 from torch_ckpt.agent.persist import Writing, persist
 from torch_ckpt.agent.slots import SlotFile, Slots, SlotScan
-from torch_ckpt.errors import CheckpointError, StorageError
+from torch_ckpt.errors import CheckpointError, NotFoundError, StorageError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.planning.replica_check import Difference
 from torch_ckpt.stored_json import from_json
@@ -227,7 +227,7 @@ class Saves:
             files = manifests_of(memories[0])
             try:
                 directory = self._claim_directory(save, entry.slots)
-            except StorageError as error:
+            except (NotFoundError, StorageError) as error:
                 failure = files.failure_of(error)
                 publish(files, {"epoch": None, "failure": failure})
                 raise_failure(failure)
@@ -290,7 +290,7 @@ class Saves:
             if error is None:
                 self._mark_done(save, differences)
             else:
-                self._failures[save] = failure_of(error)
+                self._failures[save] = failure_of_save(error)
                 self._failure(save).write_text(json.dumps(self._failures[save]))
         self._changed.notify_all()
 

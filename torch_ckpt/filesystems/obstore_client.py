@@ -120,13 +120,17 @@ class ObstoreClient(StoreClient):
             if not key:  # A bucket is not an object, and stores answer differently.
                 raise FileNotFoundError(path)
             if start_nbytes:
-                try:
+
+                def get_start() -> tuple[int, str, float, Buffer]:
                     got = obstore.get(store, key, options={"range": (0, start_nbytes)})
                     return *_facts(got.meta), got.bytes()
+
+                try:
+                    return self._repeated(get_start)
                 except exceptions.GenericError as error:
                     if not _NO_RANGE.search(str(error)):  # The object is empty.
                         raise
-            meta = obstore.head(store, key)
+            meta = self._repeated(lambda: obstore.head(store, key))
             end = min(start_nbytes, meta["size"])
             return *_facts(meta), self.get(path, 0, end) if end else b""
 
@@ -150,7 +154,7 @@ class ObstoreClient(StoreClient):
         bucket = path.strip("/").partition("/")[0]
         with self._naming("write", path):
             if version is None or self._conditional.get(bucket) is False:
-                obstore.put(store, key, contents, use_multipart=False)
+                self._overwrite(store, key, contents)
                 return
             try:
                 is_written = bucket not in self._conditional and self._put_first(
@@ -160,10 +164,13 @@ class ObstoreClient(StoreClient):
                     self._put_if(bucket, key, contents, mode)
             except (exceptions.NotSupportedError, NotImplementedError):
                 self._ignores_conditions(bucket)
-                obstore.put(store, key, contents, use_multipart=False)
+                self._overwrite(store, key, contents)
                 return
             if bucket not in self._conditional:
                 self._probe_conditions(bucket, store, key, contents)
+
+    def _overwrite(self, store: Any, key: str, contents: Buffer) -> None:
+        self._repeated(lambda: obstore.put(store, key, contents, use_multipart=False))
 
     def _put_first(self, bucket: str, key: str, contents: Buffer, mode: Any) -> bool:
         """Makes the first conditional write of a process. Returns whether it succeeded.
@@ -192,7 +199,7 @@ class ObstoreClient(StoreClient):
             # If the first write succeeded, the caller detects its own bytes.
             self._repeated(lambda: obstore.put(store, key, contents, mode=first))
         except exceptions.PreconditionError:
-            if first is bare or _version_of(store, key) != quoted:
+            if first is bare or self._repeated(lambda: _version_of(store, key)) != quoted:
                 raise
             self._repeated(lambda: obstore.put(store, key, contents, mode=bare))
             self._with_bare_versions.add(bucket)
