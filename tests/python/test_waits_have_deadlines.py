@@ -190,6 +190,12 @@ PYTHON = {
     "coordination/background.py BackgroundFuture.report self.exception": Wait(
         "at once: it is done", "the path"
     ),
+    "runs/background/agent.py AgentBackend._drop_last ended.exception": Wait(
+        "at once: it is done", "nobody"
+    ),
+    "runs/background/agent.py AgentBackend._saved ended.exception": Wait(
+        "at once: it is done", "the step"
+    ),
     "runs/background/agent.py AgentBackend.save.begin_save ended.exception": Wait(
         "at once: it is done", "the step"
     ),
@@ -245,7 +251,7 @@ NOBODY = "a thread for which no rank waits"
 AWAITED = "the caller logs"
 
 TIMED = {
-    "agent/answers.py Answers.get self._silent.join": AGENT,
+    "agent/answers.py Answers.get thread.join": AGENT,
     "agent/client.py AgentClient._answer_to connection.settimeout": "of a message, not of the wait",
     "agent/client.py AgentClient._register connection.settimeout": "of a local connection",
     "agent/copies.py Copies.advance last.wait": SHORT,
