@@ -26,7 +26,7 @@ from pathlib import Path
 
 from torch_ckpt._core import _native
 from torch_ckpt.commits.probe import check_commit
-from torch_ckpt.commits.terms import Term, check_directory, job_in, newest_term, term_in
+from torch_ckpt.commits.terms import check_directory, job_in, newest_term, term_in
 from torch_ckpt.errors import CheckpointError, NotFoundError, StorageError, UnsupportedError
 from torch_ckpt.filesystems.location import PENDING, Location
 
@@ -232,7 +232,7 @@ def claim_directory(
                 f"cannot write to {directory}: it {NO_ID}, and this run has the id {own.id}"
             )
         if job := job_in(small_files):
-            check_directory(directory, Term(term_in(small_files), job=job), may_be_empty=True)
+            check_directory(directory, term_in(small_files), job, may_be_empty=True)
         write_id(directory, own.id)
     elif found != own.id:
         raise CheckpointError(

@@ -191,24 +191,23 @@ def check_term(
         raise superseded(run, newest)
 
 
-def check_directory(run: Location, term: Term, *, may_be_empty: bool = False) -> None:
-    """Checks that a path still leads to the directory in which a term was taken.
+def check_directory(run: Location, number: int, job: str, *, may_be_empty: bool = False) -> None:
+    """Checks that a path still leads to the directory in which a job took a term.
 
-    Raises CheckpointError if the directory has terms and none of the same job, or has neither terms
+    Raises CheckpointError if the directory has terms and none of the job, or has neither terms
     nor steps, unless it ``may_be_empty``. Raises StorageError if it cannot be read. A directory
     with steps and without terms passes: a program may have removed old files.
     """
-    found = term_at(run, term.number)
+    found = term_at(run, number)
     if found is None:
         names = _names(run)
-        others = [term_at(run, number) for number in _numbers_among(names)]
-        found = next((each for each in others if each and each.job == term.job), None)
+        others = [term_at(run, other) for other in _numbers_among(names)]
+        found = next((each for each in others if each and each.job == job), None)
         has_steps = any(map(STEP_NAME.fullmatch, names))
         if found is None and not others and (may_be_empty or has_steps):
             return
-    if found is None or found.job != term.job:
-        whose = f"{found}" if found else f"no term-{term.number}"
-        raise other_directory(run, f"it has {whose}")
+    if found is None or found.job != job:
+        raise other_directory(run, f"it has {found or f'no term-{number}'}")
 
 
 def other_directory(run: Location, why: str) -> CheckpointError:

@@ -136,7 +136,7 @@ class Lineage:
         if self._term is not None:
             check_term(self._run, self._term.number)
             if self._term.job and self._may_move and not self._is_gone():
-                check_directory(self._run, self._term)
+                check_directory(self._run, self._term.number, self._term.job)
 
     def check_since_restore(self) -> None:
         """Raises as :meth:`check`, also if another job took a term since this process restored."""
@@ -158,7 +158,7 @@ class Lineage:
             local = self._disks[0].directory
             check_term(local, self._term.number)
             if self._term.job:
-                check_directory(local, self._term, may_be_empty=True)
+                check_directory(local, self._term.number, self._term.job, may_be_empty=True)
 
     def _is_gone(self) -> bool:
         """Returns whether nothing is at the path of a run on disk without a local directory."""

@@ -187,8 +187,8 @@ class StepLoads(Ending):
     def _warn_of_memory(self, restored: int | None) -> None:
         """Warns of newer steps in the memory of this machine, from which this job restores none.
 
-        Logs it: as an error, a warning would be raised on one rank only. Not while an agent works,
-        which writes the steps of a training that is in progress or has died.
+        Logs it: as an error, a warning would be raised on one rank only. Not while an agent runs
+        that is not stopped: it writes the steps of a training that is in progress or has died.
         """
         run = self._disks[-1].directory
         folder = folder_of(run_of(str(run)))
