@@ -3,7 +3,8 @@
 A commit runs a subset, ``--full`` all. ``slow`` leaves a test to ``--full``. Of a test with four or
 more cases, a commit runs half, of each test another half. The marker ``thin(0.25)`` keeps a quarter
 of them instead, ``thin(n)`` as many as cover every combination of values of any n parameters, and
-``thin("a", "b")`` those of these ids. A test with a loop of its own takes the fixture ``full``.
+``thin("a", "b")`` those of these ids. ``thin(1.0)`` keeps all, where each case is a page or a file
+of the repository, or another fault. A test with a loop of its own takes the fixture ``full``.
 
 ``framework("a", "b")`` marks a test that is skipped where these modules are missing. A commit runs
 those that are also marked ``small``; ``tests/check.py frameworks`` runs all, and fails if one is

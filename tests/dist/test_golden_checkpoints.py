@@ -18,6 +18,8 @@ from torch_ckpt import FastLoadPlanner, FastReader, FastWriter
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.storage.verify import examine
 
+pytestmark = pytest.mark.thin(1.0)  # Each version and each kind of reader is a case.
+
 GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "checkpoints"
 NAMES = sorted(path.name for path in GOLDEN.iterdir())
 READERS: dict[str, Any] = {

@@ -27,6 +27,8 @@ from torch_ckpt import CheckpointError
 from torch_ckpt.agent import MemoryCheckpoint
 from torch_ckpt.errors import SITE
 
+pytestmark = pytest.mark.thin(1.0)  # Each page and each name is a case.
+
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted(
     path
@@ -91,7 +93,6 @@ def run(command: list[str], folder: Path) -> None:
     assert process.returncode == 0, output
 
 
-@pytest.mark.thin(1.0)
 @pytest.mark.usefixtures("memory")
 @pytest.mark.parametrize("code", list(blocks("python")))
 def test_a_python_snippet_runs_alone(code: str, tmp_path: Path) -> None:
@@ -103,7 +104,6 @@ def test_a_python_snippet_runs_alone(code: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.thin(1.0)
 @pytest.mark.usefixtures("memory")
 @pytest.mark.parametrize("code", list(blocks("bash")))
 def test_a_shell_snippet_runs_alone(code: str, tmp_path: Path) -> None:

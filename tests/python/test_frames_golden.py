@@ -14,6 +14,8 @@ import zipfile
 import pytest
 import torch
 
+pytestmark = pytest.mark.thin(1.0)  # Each file is a case.
+
 GOLDEN = pathlib.Path(__file__).resolve().parent.parent / "golden"
 FRAMES = sorted((GOLDEN / "frames").glob("*.pt"))
 
