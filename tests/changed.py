@@ -13,6 +13,7 @@ from __future__ import annotations
 import ast
 import functools
 import json
+import os
 import subprocess
 from collections import defaultdict
 from collections.abc import Iterator
@@ -150,4 +151,6 @@ def known_durations() -> dict[str, float]:
 def remember(durations: dict[str, float]) -> None:
     """Adds what has run to the durations."""
     DURATIONS.parent.mkdir(exist_ok=True)
-    DURATIONS.write_text(json.dumps(known_durations() | durations, indent=1, sort_keys=True))
+    whole = DURATIONS.with_suffix(f".{os.getpid()}")  # Another run may read or write at this time.
+    whole.write_text(json.dumps(known_durations() | durations, indent=1, sort_keys=True))
+    whole.replace(DURATIONS)

@@ -74,6 +74,7 @@ class Ranks:
         try:
             with mock.patch.dict(os.environ, rank_environment()):
                 for rank, dump in enumerate(self._dumps):
+                    dump.touch()  # The rank may die before it opens the file.
                     ours, theirs = context.Pipe()
                     self._pipes.append(ours)
                     process = context.Process(
@@ -196,7 +197,8 @@ class Ranks:
                     replies[rank] = pickle.loads(pipe.recv_bytes())
                 except (EOFError, ConnectionResetError):
                     self._processes[rank].join(GRACE_S)
-                    replies[rank] = False, f"ended, exit code {self._processes[rank].exitcode}"
+                    died = f"ended, exit code {self._processes[rank].exitcode}"
+                    replies[rank] = False, f"{died}\n{self._dumps[rank].read_text()}"
                 if not replies[rank][0]:
                     deadline = min(deadline, time.monotonic() + grace_s)
         return replies
@@ -299,9 +301,14 @@ def _serve(
     calls: connection.Connection,
     dump: Path,
 ) -> None:
-    """A rank: answers calls until the pipe is closed. SIGUSR2 writes its stacks to ``dump``."""
+    """A rank: answers calls until the pipe is closed.
+
+    SIGUSR2 and a signal that ends it, as SIGSEGV does, write its stacks to ``dump``.
+    """
     os.setsid()
-    faulthandler.register(signal.SIGUSR2, dump.open("w"))
+    stacks = dump.open("w")
+    faulthandler.register(signal.SIGUSR2, stacks)
+    faulthandler.enable(stacks)
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.environ.pop("TORCH_CKPT_MEMORY", None)  # The fork server has that of its first test.
     os.environ.update(environment)
