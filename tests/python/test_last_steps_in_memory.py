@@ -65,6 +65,17 @@ def test_close_writes_the_last_step_and_waits_for_it(run: Path) -> None:
     assert [path.name for path in run.glob("step-*")] == ["step-2"]
 
 
+def test_a_save_that_is_interrupted_before_its_copy_withdraws_no_former_step(run: Path) -> None:
+    last = in_memory_alone(run)
+    backend: Any = last._backend
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(backend._agent._exclusive, "use_by_all", Mock(side_effect=KeyboardInterrupt))
+        last.save(3, state_of(3), persist=False)
+    assert_restores(last, 2)
+    last.close()
+    assert is_on_disk(run, 2)
+
+
 def discard_nothing(run: Run) -> None:
     assert run.discard_after(2) == []
 

@@ -254,9 +254,10 @@ class SnapshotAgent:
                 if self.member.node_count > 1:  # Other machines may not have skipped.
                     self._client.abort(header.sequence, target)
                 return None
-            self._newest, has_waited = filled
+            newest, has_waited = filled
+            self._newest = newest
             self.waited += has_waited
-            path = os.fspath(self._newest)
+            path = os.fspath(newest)
             self._client.request(Kind.FILLED, path=path, sequence=header.sequence)
             return StagedSave(header, target.directory)
 
@@ -340,6 +341,7 @@ class SnapshotAgent:
         """
         phases = Phases("staging")
         options: dict[str, Any] = {"step": step, "sync": sync, "small_files": small_files}
+        self._newest = None  # Until it is staged: an interrupt must not withdraw the save before.
         with self._exclusive.use_by_all("save with the agent", self._stages, self.timeout_s):
             staged = self.stage(state_dict, directory, persist=persist, **options)
             if staged is None:
