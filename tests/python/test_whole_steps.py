@@ -270,3 +270,17 @@ def test_a_step_that_was_removed_after_its_promotion_is_not_reported_as_lost(
     assert steps.lost([2]) == []
     assert steps.ended_here() == {1: "the step is not there"}
     assert steps.lost([]) == [2]
+
+
+def test_the_metric_of_a_step_that_was_saved_again_is_that_of_the_newer_save(
+    tmp_path: Path,
+) -> None:
+    for step, loss in {1: 5, 2: 9, 3: 7}.items():
+        save(_state(step), checkpoint_id=tmp_path / f"step-{step}", no_dist=True)
+        (tmp_path / f"step-{step}" / "metrics.json").write_text(f'{{"loss": {loss}}}')
+    retention = Retention(keep_last=1, keep_best=1, monitor="loss")
+    steps = PromotionSteps(StepDirectories(Location(tmp_path)), retention)
+    steps.found([2], {2: 1.0}, {}, {2: 1})  # The run has an earlier save of step 2.
+    steps.found_here([1, 2, 3])
+    steps.examined({1: 1, 2: 1, 3: 1}, ())
+    assert steps.choice([3, 2, 1], None, may_choose=True).chosen == [3, 1]
