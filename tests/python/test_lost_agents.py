@@ -86,10 +86,14 @@ def test_an_older_copy_of_a_step_is_not_written_over_a_save_without_the_agent(
 
 
 class FrozenAgent:
-    """An agent in threads of this process, which freezes once within a save."""
+    """An agent in threads of this process, which freezes once within a save.
+
+    It freezes when ``is_requested`` is set, so that the call that requests the save has returned.
+    """
 
     def __init__(self, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.thawed, self.has_frozen = threading.Event(), threading.Event()
+        self.is_requested = threading.Event()
         self.thawed.set()
         self.signals: list[int] = []
         receive = process.receive
@@ -125,6 +129,7 @@ class FrozenAgent:
         def pause() -> None:
             is_agent = threading.current_thread().name == "torch_ckpt-persist"
             if is_agent and not self.has_frozen.is_set():
+                assert self.is_requested.wait(SOON_S)
                 self.thawed.clear()
                 self.has_frozen.set()
                 assert self.thawed.wait(SOON_S)
@@ -179,6 +184,7 @@ def test_an_agent_that_freezes_within_a_save_commits_nothing_over_a_later_one(
         monkeypatch.setattr(owner, name, frozen.freezing(getattr(owner, name), after=after))
         monkeypatch.setattr(client, "_ANSWER_S", LIMIT_S)
         training.save(5, state_of(5.0), metrics={"loss": 5.0})
+        frozen.is_requested.set()
         with pytest.raises(StorageError, match="did not answer"):
             training.wait()
         assert frozen.has_frozen.is_set()
