@@ -11,13 +11,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 from torch_ckpt.cli.arguments import command, path_of, seconds
 from torch_ckpt.cli.terminal import FAILED, SOUND, printable
 from torch_ckpt.commits.leases import lease
-from torch_ckpt.errors import NotFoundError
+from torch_ckpt.commits.terms import Term, newest_term, term_of
+from torch_ckpt.errors import CorruptionError, NotFoundError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.ladder.step_files import committed_steps, listed_steps
 from torch_ckpt.records.calls import in_flight
@@ -112,26 +113,26 @@ def _run_commands(options: argparse.Namespace, interrupted: threading.Event) -> 
 
 
 def _new_steps(options: argparse.Namespace, interrupted: threading.Event) -> Iterator[int]:
-    """Yields committed steps: the existing ones if ``--all``, then the newest new one each time.
+    """Yields the existing steps if ``--all``, then the newest of the new ones each time.
 
-    A step is new if it was not committed at the previous search: a run that resumes from an earlier
-    step commits lower numbers again.
+    A run that goes back to an earlier step saves the same numbers again, in a later term. These
+    steps are new, and those that the run has left are not among them.
     """
     if options.once and not listed_steps(options.run):
         raise NotFoundError(f"{options.run} is not a run: it has no directory step-<n>")
     if not listed_steps(options.run):
         found = "does not exist" if _is_missing(options.run) else "has no step"
         print(f"torch-ckpt: {options.run} {found} yet; waiting for its first step", file=sys.stderr)
-    known: set[int] = set()
+    known: dict[int, int] = {}
     shown: list[tuple[str, ...]] = []
     if options.all:
-        known.update(committed_steps(options.run))
+        known = _terms_of_steps(options.run, known)
         yield from sorted(known)
     while True:
         if interrupted.is_set():
             raise KeyboardInterrupt
-        committed = set(committed_steps(options.run))
-        new, known = committed - known, committed
+        former, known = known, _terms_of_steps(options.run, known)
+        new = [step for step, term in known.items() if former.get(step) != term]
         if new:
             yield max(new)
         elif options.once:
@@ -140,6 +141,24 @@ def _new_steps(options: argparse.Namespace, interrupted: threading.Event) -> Ite
             if options.json or options.words is None:
                 shown = _show_in_flight(options, shown)
             time.sleep(options.interval)
+
+
+def _terms_of_steps(run: Location, known: Mapping[int, int]) -> dict[int, int]:
+    """Returns the committed steps that the run has not left, and the terms of their saves.
+
+    Terms that are ``known`` are not read again while the run has not left the step.
+    """
+    steps = committed_steps(run)
+    lineage = newest_term(run) if steps else Term()
+    found = {}
+    for step in steps:
+        term = known.get(step)
+        with contextlib.suppress(CorruptionError, UnsupportedError):  # Its metadata is damaged.
+            if term is None or not lineage.has(step, term):
+                term = term_of(run / f"step-{step}")
+            if lineage.has(step, term):
+                found[step] = term
+    return found
 
 
 def _show_in_flight(
