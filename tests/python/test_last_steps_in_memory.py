@@ -68,9 +68,10 @@ def test_close_writes_the_last_step_and_waits_for_it(run: Path) -> None:
 def test_a_save_that_is_interrupted_before_its_copy_withdraws_no_former_step(run: Path) -> None:
     last = in_memory_alone(run)
     backend: Any = last._backend
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backend._agent._exclusive, "use_by_all", Mock(side_effect=KeyboardInterrupt))
-        last.save(3, state_of(3), persist=False)
+        with pytest.raises(KeyboardInterrupt):
+            last.save(3, state_of(3), persist=False)
     assert_restores(last, 2)
     last.close()
     assert is_on_disk(run, 2)

@@ -83,7 +83,9 @@ def test_a_link_that_moves_within_the_block_is_resolved_once(run: Run) -> None:
 
 def test_a_relative_path_is_a_path(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(Path(run.directory) / "step-1")
-    with torch_ckpt.reading("."):
+    reading = torch_ckpt.reading(".")
+    monkeypatch.chdir("/")  # A relative path is one at the time of the call.
+    with reading:
         assert leases_in(Path(run.directory))[0].startswith(".lease-1-")
 
 

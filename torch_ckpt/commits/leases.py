@@ -62,8 +62,9 @@ _OF_NUMBER = re.compile(r"\.lease-(?P<number>0|[1-9][0-9]*)-[0-9a-f]+")
 _OF_DIRECTORY = re.compile(r"\.lease-[0-9a-f]{16}")
 
 
-@contextlib.contextmanager
-def reading(path: str | os.PathLike[str]) -> Iterator[str | os.PathLike[str]]:
+def reading(
+    path: str | os.PathLike[str],
+) -> contextlib.AbstractContextManager[str | os.PathLike[str]]:
     """Protects a checkpoint from removal within the block. Needs no :class:`Run`.
 
     For programs that read a checkpoint while a training saves, on this or another machine. If the
@@ -91,7 +92,11 @@ def reading(path: str | os.PathLike[str]) -> Iterator[str | os.PathLike[str]]:
         with torch_ckpt.reading("runs/gpt/step-100") as path:
             torch_ckpt.load(state, checkpoint_id=path)
     """
-    given = Location(path).absolute()
+    return _reading(Location(path).absolute())
+
+
+@contextlib.contextmanager
+def _reading(given: Location) -> Iterator[str | os.PathLike[str]]:
     if STEP_NAME.fullmatch(given.name):  # A link of a run to an archived step is a step.
         found = given.parent.resolved() / given.name
     else:
