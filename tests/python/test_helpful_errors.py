@@ -99,16 +99,17 @@ def test_a_run_is_named_with_its_steps(tmp_path: Path) -> None:
         save(tmp_path / f"step-{step}")
     (tmp_path / "step-200").mkdir()  # Not committed.
     assert message_for(tmp_path) == (
-        f"it is a run with 3 steps, 50 to 150; pass {tmp_path}/step-150, or use "
-        f"Run('{tmp_path}').restore"
+        f"it is a run with 3 steps, 50 to 150; use Run('{tmp_path}').restore, or pass a step, "
+        f"such as {tmp_path}/step-150"
     )
 
 
 def test_the_newest_of_many_steps_is_named(tmp_path: Path) -> None:
     for step in range(95, 185):
         save(tmp_path / f"step-{step}")
-    assert message_for(tmp_path).startswith(
-        f"it is a run with 90 steps, 95 to 184; pass {tmp_path}/step-184, or"
+    assert message_for(tmp_path) == (
+        f"it is a run with 90 steps, 95 to 184; use Run('{tmp_path}').restore, or pass a step, "
+        f"such as {tmp_path}/step-184"
     )
 
 

@@ -44,7 +44,8 @@ def _reason(path: Location) -> str:
             steps = f"step {numbers[0]}"
             if len(numbers) > 1:
                 steps = f"{len(numbers)} steps, {numbers[0]} to {numbers[-1]}"
-            return f"it is a run with {steps}; pass {newest}, or use Run({str(path)!r}).restore"
+            restore = f"use Run({str(path)!r}).restore"
+            return f"it is a run with {steps}; {restore}, or pass a step, such as {newest}"
         return f"its checkpoints are in {_listed(children)}; pass one of them, such as {newest}"
     if any(name.endswith(".distcp") for name in names):
         return (
