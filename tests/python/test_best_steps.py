@@ -68,9 +68,20 @@ def test_a_failed_read_of_metrics_removes_no_step(
 
         monkeypatch.setattr(Location, "read_range", fails)
         save_all(run, {30: 3.0})
+        with pytest.raises(StorageError, match="cannot read it"):
+            run.best_step()
         monkeypatch.undo()
         save_all(run, {40: 4.0})
     assert steps_in(tmp_path) == [10, 40]
+
+
+def test_a_step_with_damaged_metrics_is_not_removed(tmp_path: Path) -> None:
+    run = save_all(Run(tmp_path, keep_best=1, monitor="loss"), {10: 1.0, 20: 2.0})
+    (tmp_path / "step-10/metrics.json").write_text('{"loss": 1.0')
+    with pytest.warns(UserWarning, match=r"step-10/metrics.json is damaged.* may be the best step"):
+        run.save(30, state_of(30), metrics={"loss": 3.0})
+    assert steps_in(tmp_path) == [10, 20, 30]
+    assert run.best_step() == 20
 
 
 def test_a_failed_read_of_local_metrics_removes_no_step(
@@ -136,7 +147,8 @@ def test_metrics_survive_the_process_and_belong_to_their_step(tmp_path: Path) ->
     assert run.best_step() == 10
     (tmp_path / "step-40" / "metrics.json").write_text("{")
     (tmp_path / "step-10" / "metrics.json").write_text('["loss"]')
-    assert run.best_step() == 20
+    with pytest.warns(UserWarning, match="is damaged"):
+        assert run.best_step() == 20
     (tmp_path / "step-20" / ".metadata").unlink()  # No longer committed.
     assert run.best_step() is None
 
@@ -419,6 +431,16 @@ def test_watch_finds_steps_that_appear_while_it_waits(tmp_path: Path) -> None:
         assert watching.wait(20) == 0
 
 
+def test_watch_passes_over_steps_that_the_run_has_left(tmp_path: Path) -> None:
+    run = save_all(Run(tmp_path), {1: 1.0, 5: 1.0, 7: 1.0})
+    with pytest.warns(UserWarning, match="is newer"):
+        run.save(2, state_of(2))
+    run.save(3, state_of(3))
+    options = ["--until-step", "4", "--once", "--exec", "echo {step}"]
+    assert watch(tmp_path, *options).stdout == "3\n"
+    assert watch(tmp_path, "--all", *options).stdout == "1\n2\n3\n"
+
+
 def test_watch_finds_a_lower_step_of_a_run_that_resumed_earlier(tmp_path: Path) -> None:
     run = save_all(Run(tmp_path), {10: 1.0, 30: 1.0})
     command = [sys.executable, "-m", "torch_ckpt.cli.main", "watch", str(tmp_path)]
@@ -430,8 +452,9 @@ def test_watch_finds_a_lower_step_of_a_run_that_resumed_earlier(tmp_path: Path) 
         assert watching.stderr is not None
         threading.Timer(60, watching.kill).start()  # Otherwise a step that is missed is awaited.
         assert watching.stdout.readline() == "30\n"
-        run.save(20, state_of(20))
-        assert watching.stdout.readline() == "20\n"
+        for step in (20, 30):
+            run.save(step, state_of(step))
+            assert watching.stdout.readline() == f"{step}\n"
         watching.send_signal(signal.SIGINT)
         assert watching.wait(20) == 130
         assert "torch-ckpt:" not in watching.stderr.read()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch_ckpt.commits.terms import Term
-from torch_ckpt.errors import CheckpointError, StorageError
+from torch_ckpt.errors import CheckpointError
 from torch_ckpt.ladder.retention import Retention
 from torch_ckpt.ladder.step_directories import StepDirectories
 from torch_ckpt.ladder.step_files import readable_metrics_of
@@ -396,7 +396,7 @@ class PromotionSteps:
                     try:
                         metrics = readable_metrics_of(self._directory.path(each))
                         known.value = metrics.get(monitor, math.nan)
-                    except StorageError:
+                    except CheckpointError:
                         unknown.add(each)
             found = {step: self._of(step).value for step in steps}
             return {s: v for s, v in found.items() if v is not None and not math.isnan(v)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -78,8 +79,8 @@ class Retention:
 
         ``disks`` are the directories of a run; the last contains its terms. ``reports`` are those
         of all ranks about the first. If values are equal, the earlier step is better. Steps that
-        the run has left, that lack the metric, or whose metric is NaN do not count. Raises
-        StorageError if the step cannot be read.
+        the run has left, that lack the metric, or whose metric is NaN or damaged do not count.
+        Raises StorageError if the step cannot be read, or its metrics.
         """
         if (monitor := self.monitor) is None:
             return None
@@ -93,17 +94,25 @@ class Retention:
                 return -1
             return term if lineage.has(step, term) else None
 
+        def check_known(
+            disk: StepDirectories, unknown: set[int], step: int, error: CheckpointError
+        ) -> None:
+            """Raises the error if a step may be the best and its metrics could not be read."""
+            if isinstance(error, StorageError) and counted_term(disk, step) is not None:
+                raise error
+            unknown.add(step)
+
         def scan() -> tuple[list[int], list[int]]:
             """Returns the best steps, and better ones that are not whole or no longer exist."""
             values: dict[int, float] = {}
             terms: dict[int, int] = {}
             having: dict[int, list[StepDirectories]] = {}
             for disk in disks:
-                unreadable: set[int] = set()
-                found = disk.values(monitor, unreadable)
+                unknown: set[int] = set()
+                found = disk.values(monitor, functools.partial(check_known, disk, unknown))
                 # The directories may have different saves of a step, with the metric or without.
                 counted = found if len(disks) == 1 else committed_steps(disk.directory)
-                for step in set(counted).difference(unreadable):
+                for step in set(counted).difference(unknown):
                     if (term := counted_term(disk, step)) is not None:
                         having.setdefault(step, []).append(disk)
                         if term > terms.get(step, -2):  # As in a restore.
@@ -206,7 +215,7 @@ class Retention:
         unknown: set[int] = set()  # Any of these may be the best.
         chosen = self.choose(
             (step for step in listed_steps(disk.directory) if step <= saved),
-            lambda: disk.values(self.monitor or "", unknown),
+            lambda: disk.values(self.monitor or "", lambda step, _: unknown.add(step)),
             disk.ages,
             check,
         )

@@ -22,6 +22,7 @@ from torch_ckpt.commits.terms import Term, newest_term, term_of
 from torch_ckpt.coordination.group import Group
 from torch_ckpt.errors import (
     CheckpointError,
+    CorruptionError,
     NotFoundError,
     StorageError,
     UnsupportedError,
@@ -221,10 +222,15 @@ class StepDirectories:
         wait_on_all(group, path / ".metadata", "the save of this step", timeout_s=timeout_s)
         return FastReader(path.checkpoint_id, **self._reader)
 
-    def values(self, monitor: str, unreadable: set[int] | None = None) -> dict[int, float]:
+    def values(
+        self,
+        monitor: str,
+        unknown: Callable[[int, CheckpointError], None] = lambda step, error: None,
+    ) -> dict[int, float]:
         """Returns the metric of each committed step that has one, except NaNs.
 
-        Adds steps whose metrics cannot be read now to ``unreadable``.
+        Calls ``unknown`` for each step whose metrics cannot be read now or are damaged, perhaps
+        more than once. Warns once of damaged ones.
         """
 
         def scan() -> tuple[dict[int, float], list[int]]:
@@ -234,9 +240,10 @@ class StepDirectories:
                 try:
                     value = readable_metrics_of(path).get(monitor, math.nan)
                     is_absent = not has_checkpoint(path)
-                except StorageError:
-                    if unreadable is not None:
-                        unreadable.add(step)
+                except CheckpointError as error:
+                    if isinstance(error, CorruptionError):
+                        self._warn_once(f"{path.name}/metrics", f"{error}; it may be the best step")
+                    unknown(step, error)
                     continue
                 if is_absent:
                     absent.append(step)

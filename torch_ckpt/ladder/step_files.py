@@ -269,22 +269,23 @@ def branch_of(step: Location) -> dict[str, int | None] | None:
 
 def metrics_of(step: Location) -> dict[str, float]:
     """Returns the metrics of a step; empty if it has none, or they cannot be read."""
-    with contextlib.suppress(StorageError):
+    with contextlib.suppress(CheckpointError):
         return readable_metrics_of(step)
     return {}
 
 
 def readable_metrics_of(step: Location) -> dict[str, float]:
-    """Returns the metrics as :func:`metrics_of`. Raises StorageError if they cannot be read.
+    """Returns the metrics of a step; empty if it has none.
 
-    So retention does not remove a step for one failed read, whatever its error code.
+    Raises StorageError if they cannot be read, and CorruptionError if they are damaged: the step
+    may be the best.
     """
     try:
         return from_json((step / METRICS).read(), _numbers_of)
-    except StorageError:
-        raise
-    except (CheckpointError, ValueError):
+    except NotFoundError:
         return {}
+    except ValueError as error:
+        raise CorruptionError(f"{step / METRICS} is damaged: {error}") from None
 
 
 def _numbers_of(stored: dict[str, object]) -> dict[str, float]:
