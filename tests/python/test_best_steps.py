@@ -125,6 +125,27 @@ def test_the_metric_of_a_step_is_that_of_the_save_that_a_restore_loads(
     assert Run(tmp_path / "run", monitor="loss").best_step() == 5, "it is not promoted yet"
 
 
+@pytest.mark.parametrize("is_new_job", [True, False])
+@pytest.mark.parametrize("metrics", [{"loss": 9.0}, None], ids=["worse", "none"])
+def test_the_metric_of_a_later_save_that_is_not_whole_does_not_count(
+    metrics: dict[str, float] | None, is_new_job: bool, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"local": tmp_path / "local", "keep_local": 9, "monitor": "loss"}
+    run = save_all(Run(tmp_path / "run", **options), {4: 2.0, 5: 1.0})
+    run.wait(promoted=True)
+    if is_new_job:
+        run.close()
+        run = Run(tmp_path / "run", **options)
+        assert run.restore(state_of(0)) == 5
+    run._promotion.cancel()
+    run.save(5, state_of(9), metrics=metrics)
+    next((tmp_path / "local" / "step-5").glob("*.distcp")).unlink()
+    state = state_of(0)
+    assert run.restore(state) == 5
+    assert state["w"].eq(state_of(5)["w"]).all()
+    assert run.best_step() == 5
+
+
 def test_a_restore_of_a_given_step_prefers_the_later_save(tmp_path: Path) -> None:
     with Run(tmp_path / "run", local=tmp_path / "local", keep_local=9) as first:
         save_all(first, {5: 1.0})

@@ -27,9 +27,9 @@ from torch_ckpt.ladder.lineage import Lineage
 from torch_ckpt.ladder.machine_directories import (
     MachineDirectories,
     Part,
+    WholeSave,
     part_in,
     parts_in,
-    whole_steps,
 )
 from torch_ckpt.ladder.places import Places
 from torch_ckpt.ladder.promotion import OldSteps, Promotion
@@ -65,7 +65,7 @@ def directories_of(
     path = Location(local).resolved()
     places = Places.find(group, path, run, timeout_s)
     if places.others:
-        return [MachineDirectories(path, places, reader=reader), steps], places
+        return [MachineDirectories(path, places, run, reader=reader), steps], places
     return [StepDirectories(path, verify=verify, reader=reader), steps], places
 
 
@@ -93,6 +93,7 @@ def promotion_for(
         return WithoutPromotion()
     activity, run_id = "opening the local directory", ""
     opened: set[int] = set()  # The machines have compared their files of these steps alone.
+    own: dict[int, Part] = {}
 
     def claim() -> str:
         nonlocal run_id
@@ -111,17 +112,29 @@ def promotion_for(
         if not places.is_first:
             return None
         opened.update(committed_steps(local.directory))
-        return parts_in(local.directory)
+        own.update(parts_in(local.directory))
+        return own
+
+    def compare(
+        reports: list[dict[int, Part] | None],
+    ) -> tuple[dict[int, WholeSave], list[int], dict[int, float]]:
+        """Returns the whole local steps, those to spread, and the metrics of the run's steps."""
+        values = {} if retention.monitor is None else run.values(retention.monitor)
+        if not isinstance(local, MachineDirectories):
+            return {}, [], values
+        whole = local.whole(reports)
+        return whole, local.incomplete(reports, whole), values
 
     # The coordinator first: it may write the id of the run.
     run_id = group.decide(activity, lambda: None, lambda _: claim(), timeout_s=timeout_s)
-    whole = group.decide(activity, parts, whole_steps, timeout_s=timeout_s)
+    whole, spread, values = group.decide(activity, parts, compare, timeout_s=timeout_s)
+    here = {step for step, save in whole.items() if group.rank in save.ranks}
+    if isinstance(local, MachineDirectories):  # The coordinator chooses from those that it has.
+        here.update(s for s in spread if local.spread(s, whole[s], own, group, timeout_s))
     if not places.is_first:
         check = functools.partial(check_owner, local.directory, run_id, may_be_gone=True)
         return WithoutPromotion(check_owner=check)
     in_run, newest = committed_steps(run.directory), newest_term(run.directory)
-    has_metrics = group.is_coordinator and retention.monitor is not None
-    values = run.values(retention.monitor or "") if has_metrics else {}
     ages = run.ages(in_run) if retention.keep_for is not None else {}
     steps = (PromotionSteps if places.others else StepsOfOnePlace)(local, retention)
     # If retention removes steps, those of the run count, too.
@@ -132,11 +145,11 @@ def promotion_for(
     def examine() -> None:
         with old.changed:
             steps.found_here(committed_steps(local.directory))
-            here = steps.unreadable()
-        if here:
+            unread = steps.unreadable()
+        if unread:
             # If files of a later step are missing, the coordinator finds out when it commits it.
-            lacking = opened.difference(whole) if places.others else None
-            found = _examined(local, run, here, lacking, warned)
+            lacking = opened.difference(here) if places.others else None
+            found = _examined(local, run, unread, lacking, warned)
             with old.changed:
                 steps.examined(*found)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+
+import contextlib
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -102,11 +104,14 @@ class Retention:
                 raise error
             unknown.add(step)
 
+        def lacks_files(disk: StepDirectories, step: int) -> bool:
+            with contextlib.suppress(StorageError):
+                return not is_whole_in([disk], step, reports)
+            return False
+
         def scan() -> tuple[list[int], list[int]]:
             """Returns the best steps, and better ones that are not whole or no longer exist."""
-            values: dict[int, float] = {}
-            terms: dict[int, int] = {}
-            having: dict[int, list[StepDirectories]] = {}
+            copies: dict[int, list[tuple[int, float, StepDirectories]]] = {}
             for disk in disks:
                 unknown: set[int] = set()
                 found = disk.values(monitor, functools.partial(check_known, disk, unknown))
@@ -114,9 +119,16 @@ class Retention:
                 counted = found if len(disks) == 1 else committed_steps(disk.directory)
                 for step in set(counted).difference(unknown):
                     if (term := counted_term(disk, step)) is not None:
-                        having.setdefault(step, []).append(disk)
-                        if term > terms.get(step, -2):  # As in a restore.
-                            terms[step], values[step] = term, found.get(step, math.nan)
+                        value = found.get(step, math.nan)
+                        copies.setdefault(step, []).append((term, value, disk))
+            values: dict[int, float] = {}
+            having: dict[int, list[StepDirectories]] = {}
+            for step, of_step in copies.items():
+                of_step.sort(key=lambda copy: -copy[0])  # The latest term first, as in a restore.
+                if len(of_step) > 1 and of_step[0][1] != of_step[1][1]:
+                    del of_step[: lacks_files(of_step[0][2], step)]
+                values[step] = of_step[0][1]
+                having[step] = [disk for _, _, disk in of_step]
             values = {step: value for step, value in values.items() if not math.isnan(value)}
             others: list[int] = []
 
