@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
