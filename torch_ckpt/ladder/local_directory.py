@@ -128,11 +128,14 @@ def promotion_for(
     steps.found(in_run, values, ages, _terms_of(run, in_run) if retention.removes else {})
     steps.set_lineage(newest)
     warned: set[int] = set()
+    left = set(committed_steps(local.directory))  # By former jobs.
 
     def examine() -> None:
         with old.changed:
             steps.found_here(committed_steps(local.directory))
             here = steps.unreadable()
+            if not lineage.term.number:  # A training beside this evaluation promotes the others.
+                here = [step for step in here if step in left]
         if here:
             # If files of a later step are missing, the coordinator finds out when it commits it.
             lacking = opened.difference(whole) if places.others else None
