@@ -12,6 +12,7 @@ import torch
 from support.run_steps import steps_in
 
 from torch_ckpt import CheckpointError, Run
+from torch_ckpt.agent.identity import new_id
 from torch_ckpt.commits.hiding import hide
 from torch_ckpt.errors import StorageError, SupersededError
 from torch_ckpt.filesystems.location import Location
@@ -118,6 +119,26 @@ def test_an_older_job_whose_half_copy_was_removed_is_superseded(
     with pytest.raises(SupersededError):
         old.wait(promoted=True)
     old.close()
+
+
+@pytest.mark.parametrize("on", ["disk", "store"])
+def test_jobs_that_begin_a_run_at_the_same_moment_agree_on_its_id(
+    on: str, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tmp_path / "run" if on == "disk" else request.getfixturevalue("store_url")
+    local, others = tmp_path / "local", []
+
+    def begin_other() -> str:
+        monkeypatch.setattr("torch_ckpt.ladder.local_directory.new_id", new_id)
+        others.append(Run(directory, local=local))
+        return new_id()
+
+    monkeypatch.setattr("torch_ckpt.ladder.local_directory.new_id", begin_other)
+    with Run(directory, local=local) as training:
+        training.save(1, _state(1))
+        training.wait(promoted=True)
+    assert _restored(others[0]) == (1, 1)
+    others[0].close()
 
 
 # ---- A job that saves nothing ----

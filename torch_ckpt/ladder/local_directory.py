@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch_ckpt.agent.identity import (
+    begin_id,
     check_owner,
     id_in_directory,
     is_copy,
@@ -251,7 +252,5 @@ def _claim_local(local: Location, run: Location) -> str:
             f"cannot use {local} as the local directory of {run}: its {len(steps)} steps are of "
             f"{of}, and {run} {now}. Use another directory, or remove {local}"
         )
-    if ours is None:
-        ours = new_id()
-        write_id(run, ours)  # First: an id in the local directory implies one here.
-    return ours
+    # First: an id in the local directory implies one here.
+    return begin_id(run, new_id()) if ours is None else ours
