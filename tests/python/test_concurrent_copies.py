@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from torch_ckpt import load, save
+from torch_ckpt import Run, load, save
 from torch_ckpt.commits.checkpoint import CheckpointTransaction
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.filesystems.location import Location
@@ -85,6 +86,56 @@ def test_a_copy_resumes_beside_a_commit_that_has_written_index_and_metadata(
 
     second.commit(end_first)
     _assert_whole([first, second])
+
+
+def test_a_copy_ends_when_another_job_has_committed_it_before_a_file_got_its_name(
+    tmp_path: Path, target: Location
+) -> None:
+    save({"a": torch.arange(100)}, checkpoint_id=tmp_path / "local", no_dist=True)
+    first, second = (CheckpointCopy(Location(tmp_path / "local"), target) for _ in range(2))
+    job = first._job
+
+    def copy_first(*arguments: Any) -> None:
+        job.copy(*arguments)
+        second.copy_files()
+        second.commit()
+
+    first._job = SimpleNamespace(copy=copy_first)
+    first.copy_files()
+    _assert_whole([first, second])
+    first.commit()
+    _assert_whole([first, second])
+
+
+def test_a_link_takes_no_file_from_a_copy_that_another_job_has_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"a": torch.arange(100)}
+    with Run(tmp_path / "local") as run:
+        run.save(1, state)
+        run.save(2, state)
+    local, target = Location(tmp_path / "local"), Location(tmp_path / "run")
+    _commit_copy(CheckpointCopy(local / "step-1", target / "step-1"))
+    of_step_2 = local / "step-2", target / "step-2"
+    first, second = (CheckpointCopy(*of_step_2, base=target / "step-1") for _ in range(2))
+    link = Location.link
+
+    def link_later(self: Location, to: Location, *, sync: bool) -> None:
+        monkeypatch.setattr(Location, "link", link)
+        _commit_copy(second)
+        link(self, to, sync=sync)
+        assert second.is_done
+
+    monkeypatch.setattr(Location, "link", link_later)
+    first.copy_files()
+    assert first.is_done
+    assert first.read_nbytes == 0
+    assert not [name for name in first.target.names() if "pending" in name]
+
+
+def _commit_copy(copy: CheckpointCopy) -> None:
+    copy.copy_files()
+    copy.commit()
 
 
 def test_a_copy_that_another_save_has_ended_leaves_that_checkpoint(

@@ -14,7 +14,7 @@ from torch_ckpt.commits.terms import Term, term_of
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.ladder.lineage import Lineage
-from torch_ckpt.ladder.promotion import Attempt
+from torch_ckpt.ladder.promotion_attempt import Attempt
 from torch_ckpt.ladder.retention import Retention
 from torch_ckpt.ladder.step_directories import StepDirectories
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -150,3 +151,36 @@ def test_retention_removes_nothing_if_the_directory_was_replaced_since_the_commi
         _save(going, 50)
     assert _steps(run) == ["step-1", "step-2", "step-3"]
     assert _steps(run.with_name("moved")) == ["step-40", "step-50"]
+
+
+def test_promotions_fail_while_the_directory_of_the_run_is_moved_and_steps_remain(
+    run: Path, tmp_path: Path
+) -> None:
+    moved = run.with_name("moved")
+    made = Run(run, local=tmp_path / "local", keep_last=9)
+    _save(made, 1)
+    made.wait(promoted=True)
+    run.rename(moved)
+    _save(made, 2)
+    with pytest.raises(CheckpointError, match="step 2 was not promoted"):
+        made.wait(promoted=True)
+    assert not run.exists()
+    moved.rename(run)
+    made.close()
+    assert _steps(run) == ["step-1", "step-2"]
+
+
+def test_a_new_directory_with_the_id_of_the_lost_one_gets_the_local_steps(
+    run: Path, tmp_path: Path
+) -> None:
+    local = tmp_path / "local"
+    with Run(run, local=local) as made:
+        _save(made, 1)
+    run.rename(run.with_name("lost"))
+    with pytest.raises(CheckpointError, match="has no sound run-id"):
+        Run(run, local=local)
+    run.mkdir()
+    shutil.copy(local / "run-id", run)
+    with Run(run, local=local) as again:
+        assert again.restore({"w": torch.zeros(9)}) == 1
+    assert _steps(run) == ["step-1"]

@@ -80,12 +80,14 @@ def test_a_process_that_is_killed_at_any_moment_loses_no_step(tmp_path: Path, fu
         with Run(tmp_path / "run", local=tmp_path / "local", keep_last=3) as again:
             restored = _restored(again)
             assert restored >= max(saved, default=0)
-        if restored:
-            assert committed_steps(run)[0] == restored  # What was left has been promoted.
-            names = [name for name in run.names() if not name.startswith("term-")]
-            # Three steps, the id, the events, and what the last kill has left.
-            assert len(names) <= 6, names
-            assert _nbytes(tmp_path / "run") < 3.5 * STEP_NBYTES  # And no data of another step.
+            again.save(restored + 1, _state(restored + 1))  # Until then, it removes nothing.
+        in_run = committed_steps(run)
+        assert in_run[0] == restored + 1
+        assert not restored or in_run[1] == restored  # What was left has been promoted.
+        names = [name for name in run.names() if not name.startswith("term-")]
+        # Three steps, the id, the events, and what the last kill has left.
+        assert len(names) <= 6, names
+        assert _nbytes(tmp_path / "run") < 3.5 * STEP_NBYTES  # And no data of another step.
 
 
 _TRAINING = """

@@ -206,7 +206,6 @@ PYTHON = {
     "runs/background/save.py BackgroundSave.settle self._ended.result": Wait(
         "at once: it is done", "the step"
     ),
-    "ladder/promotion.py Attempt with self._changed": Wait(BRIEF, "no rank waits"),
     "ladder/promotion.py OldSteps with self._changed": Wait(BRIEF, "the save"),
     "ladder/promotion.py Promotion with self._changed": Wait(BRIEF, "the save"),
     "ladder/promotion.py OldSteps with self._removing": Wait(
@@ -297,7 +296,7 @@ TIMED = {
     "filesystems/obstore_client.py _repeated time.sleep": CLIENT,
     "records/event_log.py EventLog._work self._waiting.get": NOBODY,
     "records/event_log.py EventLog.close self._thread.join": SHORT,
-    "ladder/promotion.py Attempt._raise_if_stopped self._changed.wait_for": SHORT,
+    "ladder/promotion_attempt.py Attempt._raise_if_stopped self._changed.wait_for": SHORT,
     "commits/leases.py _held.renew ended.wait": NOBODY,
     "storage/exchange.py _Connection._wait_for_ready time.sleep": AWAITED,
     "storage/exchange.py _swapped work.wait": AWAITED,

@@ -34,6 +34,7 @@ __all__ = [
     "NO_ID",
     "RUN_ID",
     "RunId",
+    "begin_id",
     "begun_id",
     "check_owner",
     "check_reaches",
@@ -142,6 +143,31 @@ def write_id(directory: Location, run_id: str) -> None:
     directory.sync()
 
 
+def begin_id(directory: Location, run_id: str) -> str:
+    """Writes the id of a new run, as :func:`write_id`, and returns the id of the directory.
+
+    That is another one if another job begins the run at the same time, and was first.
+    """
+    directory.create_directories()
+    check_commit(directory, directory, sync=True)
+    file, contents = directory / RUN_ID, f"{run_id}\n".encode()
+    pending = directory / f"{PENDING}{secrets.token_hex(8)}"
+    with contextlib.suppress(StorageError, UnsupportedError):  # It exists, or cannot be linked.
+        if not directory.file_system.writes_at_offsets:
+            file.write(contents, sync=True)
+        else:
+            try:
+                pending.write(contents, sync=True)
+                pending.link(file, sync=True)
+            finally:
+                pending.discard()
+    found = id_in_directory(directory)
+    if found is None:
+        write_id(directory, run_id)
+    directory.sync()
+    return found or run_id
+
+
 def id_in_memory(folder: Path) -> RunId | None:
     """Returns the id of the run whose slots are in a folder; ``None`` if they have no id.
 
@@ -177,10 +203,9 @@ def begun_id(in_memory: Sequence[RunId | None], directory: Location) -> RunId:
     gone = {each.id for each in in_memory if each is not None and each.is_written}
     left = [each.id for each in in_memory if each is not None and each.id not in gone]
     chosen = left[0] if left else new_id()
-    is_on_store = directory.local_path is None
-    if is_on_store:
-        write_id(directory, chosen)
-    return RunId(chosen, is_on_store)
+    if directory.local_path is None:
+        return RunId(begin_id(directory, chosen), True)
+    return RunId(chosen, False)
 
 
 def check_reaches(url: str, run_id: RunId) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch_ckpt.agent.identity import (
+    begin_id,
     check_owner,
     id_in_directory,
     is_copy,
@@ -141,11 +142,14 @@ def promotion_for(
     steps.found(in_run, values, ages, _terms_of(run, in_run) if retention.removes else {})
     steps.set_lineage(newest)
     warned: set[int] = set()
+    left = set(committed_steps(local.directory))  # By former jobs.
 
     def examine() -> None:
         with old.changed:
             steps.found_here(committed_steps(local.directory))
             unread = steps.unreadable()
+            if not lineage.term.number:  # A training beside this evaluation promotes the others.
+                unread = [step for step in unread if step in left]
         if unread:
             # If files of a later step are missing, the coordinator finds out when it commits it.
             lacking = opened.difference(here) if places.others else None
@@ -261,7 +265,5 @@ def _claim_local(local: Location, run: Location) -> str:
             f"cannot use {local} as the local directory of {run}: its {len(steps)} steps are of "
             f"{of}, and {run} {now}. Use another directory, or remove {local}"
         )
-    if ours is None:
-        ours = new_id()
-        write_id(run, ours)  # First: an id in the local directory implies one here.
-    return ours
+    # First: an id in the local directory implies one here.
+    return begin_id(run, new_id()) if ours is None else ours

@@ -17,129 +17,45 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from errno import EEXIST
 
 from torch_ckpt.agent.identity import NO_ID, check_owner
-from torch_ckpt.commits.terms import Term, newest_term, superseded, term_of
 from torch_ckpt.coordination.portable import why
 from torch_ckpt.coordination.waiting import LongWait
 from torch_ckpt.errors import (
-    CancelledError,
     CheckpointError,
     CorruptionError,
     NotFoundError,
     StorageError,
     SupersededError,
 )
-from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import has_checkpoint
 from torch_ckpt.ladder.failures import PromotionFailures, sweep_if_full
 from torch_ckpt.ladder.lineage import Lineage
+from torch_ckpt.ladder.promotion_attempt import Attempt
 from torch_ckpt.ladder.promotion_steps import Choice, Progress, PromotionSteps, Report
 from torch_ckpt.ladder.retention import Retention
 from torch_ckpt.ladder.step_directories import StepDirectories
 from torch_ckpt.ladder.step_files import committed_steps, listed_steps
 from torch_ckpt.records.figures import nbytes_text
-from torch_ckpt.records.record import Recorder, note, phase
+from torch_ckpt.records.record import Recorder, phase
 from torch_ckpt.storage.copying import CheckpointCopy, is_of_another_save, is_whole_copy
 from torch_ckpt.storage.progress import progress_bar
 
-__all__ = ["END_S", "Attempt", "OldSteps", "Promotion"]
+__all__ = ["END_S", "OldSteps", "Promotion"]
 
 END_S = 5.0  # Time for a cancelled promotion to end.
-_POLL_S = 0.5  # Interval at which the coordinator checks for files of other places.
 
 _LOG = logging.getLogger("torch_ckpt")
-
-
-class Attempt:
-    """The promotion of a step that is in progress, from a local directory to that of the run.
-
-    It is stopped if the step was saved again, the run ends, or another place cannot send its files
-    (``failure``). The caller of :meth:`stop` holds ``changed``, and notifies it.
-    """
-
-    def __init__(
-        self,
-        step: int,
-        local: StepDirectories,
-        run: StepDirectories,
-        changed: threading.Condition,
-    ) -> None:
-        self.step, self._run, self._changed = step, run, changed
-        self._source, self._target = local.path(step), run.path(step)
-        self.copy: CheckpointCopy | None = None
-        self.is_stopped = False
-        self.failure: CheckpointError | None = None
-
-    def stop(self, failure: CheckpointError | None = None, *, leaves: bool = False) -> None:
-        """Stops it. With ``leaves``, an agent may continue to copy files for a later attempt."""
-        if not self.is_stopped:
-            self.is_stopped, self.failure = True, failure
-        if self.copy is not None:
-            (self.copy.leave if leaves else self.copy.cancel)()
-
-    def copy_files(self, open_copy: Callable[..., CheckpointCopy], bases: Iterable[int]) -> bool:
-        """Copies the files of this place; returns whether the step was committed before.
-
-        It takes files from the first of the steps ``bases`` that the run has not left. Raises
-        CancelledError if the attempt is stopped, and SupersededError if a newer job of the
-        run has not continued from the step.
-        """
-        newest = newest_term(self._run.directory)
-        copy = open_copy(self._source, self._target, base=self._base_among(bases, newest))
-        with self._changed:
-            self.copy = copy
-        self._raise_if_stopped()
-        if copy.is_done:
-            return True
-        self._check_lineage(newest)
-        copy.copy_files()
-        note(bytes=copy.read_nbytes)
-        return False
-
-    def commit(self, ended_elsewhere: Callable[[], Sequence[str] | None]) -> None:
-        """Commits the step, once the files of all places have arrived.
-
-        ``ended_elsewhere`` returns why each other place sends no more files; ``None`` while one may
-        still send some. Raises as :meth:`copy_files`.
-        """
-        copy = self.copy
-        assert copy is not None
-        copy.await_others(ended_elsewhere, functools.partial(self._raise_if_stopped, _POLL_S))
-
-        def check() -> None:
-            self._check_lineage(newest_term(self._run.directory))
-            copy.copy_small_files()
-
-        copy.commit(check)
-
-    def _base_among(self, steps: Iterable[int], newest: Term) -> Location | None:
-        """Returns the first step on the lineage: no restore has found it damaged."""
-        for step in steps:
-            with contextlib.suppress(StorageError):
-                if newest.has(step, self._run.term_of(step)):
-                    return self._run.path(step)
-        return None
-
-    def _check_lineage(self, newest: Term) -> None:
-        """Raises SupersededError if the newest job of the run has not continued from the step."""
-        term = term_of(self._source)
-        if not newest.has(self.step, term) or term_of(self._target) > term:
-            raise superseded(self._run.directory, newest)
-
-    def _raise_if_stopped(self, wait_s: float = 0.0) -> None:
-        """Raises CancelledError if the attempt is stopped now, or within ``wait_s``."""
-        with self._changed:
-            if self._changed.wait_for(lambda: self.is_stopped, wait_s):
-                raise CancelledError(f"the promotion of step {self.step} was stopped")
 
 
 class OldSteps:
     """Removes local steps, and those of the run, while others are promoted. Thread-safe.
 
     A local step is removed if ``keep`` newer ones exist, and the run has it whole or would not
-    retain it. So the last whole copy of a retained step is never removed.
+    retain it. So the last whole copy of a retained step is never removed. A job that has not saved,
+    such as an evaluation, removes nothing: the retention of the training decides.
 
     ``run_id`` is the id of both directories. A directory that another run has taken over is neither
     read nor written; ``tie`` restores the id of the local one if it was removed. Accesses to
@@ -163,6 +79,7 @@ class OldSteps:
         self._keep, self._run_id, self._tie = keep, run_id, tie
         self.changed = self._changed = threading.Condition()
         self._removing = threading.Lock()
+        self._promoted: int | None = None  # The last one, until old steps of the run are removed.
 
     def check_ids(self, *disks: StepDirectories) -> None:
         """Raises CheckpointError if another run owns a directory; ties a removed local one."""
@@ -202,6 +119,8 @@ class OldSteps:
 
     def remove_local(self, whole: Collection[int] = ()) -> None:
         """Removes unneeded local steps; promoted ones only if they are ``whole`` in the run."""
+        if not self._lineage.term.number:
+            return
         with self._removing:
             directory = self._local.directory
             try:
@@ -217,12 +136,20 @@ class OldSteps:
             except CheckpointError as error:
                 _LOG.warning("old steps were not removed from %s: %s", directory, error)
 
-    def remove_in_run(self, newest: int, wanted: Collection[int]) -> None:
-        """Removes the steps of the run that retention does not retain.
+    def remove_in_run(self, promoted: int | None = None) -> None:
+        """Removes the steps of the run that retention does not retain, after a promotion.
 
-        Files of the ``wanted`` steps, which will be promoted, may have arrived already.
+        The first save of this job is awaited. Then a call without a step removes them.
         """
         directory = self._run.directory
+        with self._changed:
+            promoted = self._promoted = self._promoted if promoted is None else promoted
+            if promoted is None or not self._lineage.term.number:
+                return
+            self._promoted = None
+            newest = self._steps.newest_in_run(promoted)  # It may have been promoted before.
+            # Files of these steps, which will be promoted, may have arrived already.
+            wanted = self._steps.wanted(committed_steps(self._local.directory))
         try:
             lineage = self._lineage.newest()
             self._retention.apply(self._run, newest, wanted, lineage=lineage)
@@ -232,6 +159,28 @@ class OldSteps:
         else:
             with self._changed:
                 self._steps.remain_in_run(steps)
+
+    def continue_after(self, error: NotFoundError | StorageError, attempt: Attempt) -> None:
+        """Continues with the next promotion if another save or job has caused an error.
+
+        Raises SupersededError if that is a newer job, and the error itself if there is none.
+        """
+        is_absent, term = isinstance(error, NotFoundError), self._lineage.term.number
+        with contextlib.suppress(NotFoundError, StorageError):
+            self._lineage.check()
+            if is_absent and not has_checkpoint(self._local.path(attempt.step)):
+                return  # It is lost, and passed over next.
+            if is_absent and not attempt.is_of_source():
+                return  # It was saved again. The new checkpoint is next.
+            self.check_ids(self._run)
+            if (is_absent or error.errno == EEXIST) and attempt.is_ended_by_another():
+                if not term:  # Training decides which steps remain.
+                    with self._changed:
+                        self._steps.pass_over([attempt.step])
+                return  # Otherwise it is tried again: this save is newer.
+        if term:
+            sweep_if_full(self._run, error, term)
+        raise error
 
 
 class Promotion:
@@ -513,9 +462,12 @@ class Promotion:
     def _promote_next(self) -> None:
         """Promotes one step; ends the request if no step waits."""
         self._old.remove_local(self._old.whole_in_run())
+        if self._commits:
+            self._old.remove_in_run()
         with self._changed:
             local = committed_steps(self._local.directory)
-            if lost := self._steps.lost(local):
+            lost = self._steps.lost(local)
+            if lost and self._lineage.term.number:  # Before its first save, training removes steps.
                 _LOG.warning(
                     "steps %s are not in %s any more, and were not promoted to %s",
                     *(sorted(lost), self._local.directory, self._run.directory),
@@ -536,30 +488,26 @@ class Promotion:
             with self._changed:
                 self._steps.pass_over([step])
             return
-        except StorageError as error:
-            sweep_if_full(self._run, error, self._lineage.term.number)
-            raise
-        except (CorruptionError, NotFoundError) as error:
+        except CorruptionError as error:
             if not has_checkpoint(self._local.path(step)):
                 return  # It is lost, and passed over next.
-            if isinstance(error, CorruptionError):
-                with self._changed:
-                    self._steps.pass_over([] if attempt.is_stopped else [step], why(error))
-                if not self._commits:
-                    return  # The coordinator raises the problem.
-            elif attempt.copy is None or not attempt.copy.is_of_source:
-                return  # It was saved again. The new checkpoint is next.
+            with self._changed:
+                self._steps.pass_over([] if attempt.is_stopped else [step], why(error))
+            if not self._commits:
+                return  # The coordinator raises the problem.
+            with contextlib.suppress(NotFoundError, StorageError):
+                self._lineage.check()  # A newer job may have removed its files.
             raise
+        except (NotFoundError, StorageError) as error:
+            self._old.continue_after(error, attempt)
+            return
         with self._changed:
             self._failures.ended()
             if attempt.is_stopped:  # The former checkpoint of the step may have been committed.
                 return
             self._steps.promoted(step)
-            # A newer step may have been promoted before.
-            newest = self._steps.newest_in_run(step)
-            wanted = self._steps.wanted(committed_steps(self._local.directory))
         if self._commits:
-            self._old.remove_in_run(newest, wanted)
+            self._old.remove_in_run(step)
 
     @contextlib.contextmanager
     def _recorded(self, step: int) -> Iterator[None]:

@@ -10,18 +10,20 @@ from __future__ import annotations
 import contextlib
 import functools
 import secrets
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from torch_ckpt._core import _native
 from torch_ckpt.commits.checkpoint import CheckpointTransaction
 from torch_ckpt.commits.late_names import still_missing
 from torch_ckpt.commits.probe import check_commit
 from torch_ckpt.commits.small_files import SMALL_FILES, write_small_files
+from torch_ckpt.commits.transaction import rename
 from torch_ckpt.coordination.waiting import LongWait
 from torch_ckpt.errors import (
     CheckpointError,
     CorruptionError,
     NotFoundError,
+    StorageError,
     UnsupportedError,
 )
 from torch_ckpt.filesystems.location import Location
@@ -52,6 +54,8 @@ class CheckpointCopy:
     Each block is verified against the checksums of the index. ``nbytes_per_s`` limits the rate; 0
     for no limit. The copy has the save id of the source, so the same checkpoint is never copied
     twice. A checkpoint at the target is replaced. Files missing from the copy are sent again.
+    Several processes may copy the same checkpoint at once: the first commits it, and removes the
+    pending files of the others, whose copies then end as well.
 
     Args:
         source: Directory of the checkpoint.
@@ -118,7 +122,9 @@ class CheckpointCopy:
     @property
     def is_done(self) -> bool:
         """Whether the checkpoint is committed at the target, and whole there."""
-        return self._is_committed and not self.missing_files()
+        with contextlib.suppress(NotFoundError):  # It is removed now.
+            return self._is_committed and not self.missing_files()
+        return False
 
     @property
     def _is_committed(self) -> bool:
@@ -143,13 +149,29 @@ class CheckpointCopy:
         self.target.create_directories()
         if not self._is_committed:
             self._transaction.create_pending()  # Marks the copy for other saves and gc.
+        try:
+            self._copy_missing()
+        except (NotFoundError, StorageError):
+            if not self._is_done_by_another():
+                raise
+        self.target.sync()
+
+    def _copy_missing(self) -> None:
         here = set(self.source.names())
         ours = [entry for entry in self._files if entry[0] in here]  # Not on other machines.
         arrived = files_in(self.target, ours)
         for number, (name, _) in enumerate(self._files):
             if name in here and name not in arrived and not self._link(number, name):
                 self._copy(number, name)
-        self.target.sync()
+
+    def _is_done_by_another(self) -> bool:
+        """Returns whether a process that copies the same checkpoint has committed it, whole.
+
+        Its commit removes the pending files of this copy, and the source may be removed next.
+        """
+        with contextlib.suppress(CheckpointError):
+            return self.is_done
+        return False
 
     def copy_small_files(self) -> None:
         """Copies the small files of a step, before the commit.
@@ -249,10 +271,10 @@ class CheckpointCopy:
         if self.base is None or found is None:
             return False
         try:
-            (self.target / name).discard()  # An existing file is incomplete.
             if (self.base / found).nbytes() != self._files[number][1]:
                 return False
-            (self.base / found).link(self.target / name, sync=True)
+            with self._unpublished(name) as partial:
+                (self.base / found).link(partial, sync=True)
         except CheckpointError:
             return False
         self._linked_nbytes += self._files[number][1]
@@ -270,18 +292,26 @@ class CheckpointCopy:
         return {_identity(index, n): name for n, (name, _) in enumerate(index.files)}
 
     def _copy(self, number: int, name: str) -> None:
-        target = self.target / name
-        partial = target
-        if target.file_system.writes_at_offsets:
-            partial = target.with_name(f"{UNPUBLISHED}{secrets.token_hex(8)}-{name}")
         source = self.source / name
-        try:
+        with self._unpublished(name) as partial:
             self._job.copy(
                 *(number, source.file_system, source.path),
                 *(partial.file_system, partial.path, self._niceness),
             )
+
+    @contextlib.contextmanager
+    def _unpublished(self, name: str) -> Iterator[Location]:
+        """Yields the location of a new file, which gets its name at the end of the block.
+
+        So it replaces an incomplete file, or the same one of another process, at once.
+        """
+        target = partial = self.target / name
+        if target.file_system.writes_at_offsets:
+            partial = target.with_name(f"{UNPUBLISHED}{secrets.token_hex(8)}-{name}")
+        try:
+            yield partial
             if partial is not target:
-                partial.rename(target)
+                rename(partial, target)
         except BaseException:
             partial.discard()
             raise
