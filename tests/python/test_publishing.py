@@ -22,9 +22,11 @@ from support.tensors import bits
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_ckpt
-from torch_ckpt import Publisher, Subscriber
+from torch_ckpt import Publisher, Run, Subscriber
 from torch_ckpt._core import _native
+from torch_ckpt.commits import terms
 from torch_ckpt.commits.model import ModelTransaction
+from torch_ckpt.commits.terms import take_term
 from torch_ckpt.errors import (
     AlreadyExistsError,
     CheckpointError,
@@ -1041,3 +1043,61 @@ def test_a_snapshot_without_memory_fails_one_publish_and_not_the_next_one(
                 training.wait()
         training.publish(1, weights(1))
     assert committed_versions(Location(tmp_path)) == [1]
+
+
+# ---- The directory ----
+
+
+def test_a_publisher_refuses_the_directory_of_a_run(root: str) -> None:
+    state = {"w": torch.zeros(3)}
+    with Run(root) as run, Publisher(root) as training:
+        run.save(1, state)
+        with pytest.raises(CheckpointError, match=r"a Run saves there \(it has step-1\)"):
+            training.publish(2, weights(2))
+        run.save(2, state)
+        assert Run(root).restore(state) == 2
+
+
+def test_a_publisher_refuses_the_directory_of_a_run_whose_first_step_is_not_there_yet(
+    root: str,
+) -> None:
+    take_term(Location(root), {0: 0})  # As a save of step 1 in the background takes it.
+    says = r"a Run saves there \(it has term 1, process"
+    with Publisher(root) as training, pytest.raises(CheckpointError, match=says):
+        training.publish(1, weights(1))
+    assert not committed_versions(Location(root))
+
+
+def test_a_run_refuses_the_directory_of_a_publisher(root: str) -> None:
+    with Publisher(root) as training, Run(root) as run:
+        publish_and_wait(training, 1, weights(1))
+        with pytest.raises(CheckpointError, match=rf"cannot save to {root}: a Publisher publishes"):
+            run.save(1, {"w": torch.zeros(3)})
+        publish_and_wait(training, 2, weights(2))
+    assert Run(root).latest_step() is None
+    assert Subscriber(root).latest() == 2
+
+
+def test_a_run_refuses_a_local_directory_of_a_publisher(tmp_path: Path) -> None:
+    local = tmp_path / "policy"
+    with Publisher(local) as training, Run(tmp_path / "run", local=local) as run:
+        publish_and_wait(training, 1, weights(1))
+        with pytest.raises(CheckpointError, match=f"cannot save to {local}: a Publisher publishes"):
+            run.save(1, {"w": torch.zeros(3)})
+        publish_and_wait(training, 2, weights(2))
+
+
+def test_a_directory_that_an_earlier_version_let_a_run_and_a_publisher_share_is_that_of_the_run(
+    root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"n": 1}
+    Run(root).save(1, state)
+    with monkeypatch.context() as earlier, Publisher(root) as training:
+        earlier.setattr(terms, "_check_use", lambda *_: None)
+        training.publish(1, weights(1))
+    with pytest.raises(CheckpointError, match="a Run saves there"):
+        Publisher(root).publish(2, weights(2))
+    run = Run(root)
+    assert run.restore(state, step=1) == 1
+    run.save(2, {"n": 2})
+    assert Run(root).restore(state) == 2

@@ -108,8 +108,7 @@ def newest_term(run: Location) -> Term:
 
     Raises StorageError if the directory cannot be read.
     """
-    found = (term_at(run, number) for number in _numbers(run))
-    return next(filter(None, found), Term())
+    return _newest_among(run, _names(run))
 
 
 def term_at(run: Location, number: int) -> Term | None:
@@ -130,14 +129,24 @@ def take_term(
     """Takes the next term of a run, for this process.
 
     Writes the file to the ``local`` directory of the steps as well, because a job that was believed
-    dead may save there, too. Raises StorageError if a file cannot be written. The file may exist
-    nevertheless: then the ``job`` must not save in any of its former terms.
+    dead may save there, too. A term of a publisher has no ``lineage``, and each term of a run has
+    one.
+
+    Raises:
+        CheckpointError: A run and a publisher would share a directory.
+        StorageError: A file cannot be written. It may exist nevertheless: then the ``job`` must not
+            save in any of its former terms.
     """
     with created(run, sync=True):
         pass
     places = [run] if local is None else [run, local]
     for _ in range(_MOST_TRIES):
-        number = max([*lineage, *(n for place in places for n in _numbers(place))], default=0) + 1
+        names = [_names(place) for place in places]
+        for place, found in zip(places, names, strict=True):
+            _check_use(place, found, lineage)
+        number = (
+            max([*lineage, *(n for each in names for n in _numbers_among(each))], default=0) + 1
+        )
         term = Term(number, lineage, socket.gethostname(), os.getpid(), str(run), time.time(), job)
         file = run / f"term-{number}"
         try:
@@ -251,6 +260,33 @@ def job_in(small_files: Mapping[str, bytes] | None) -> str:
     with contextlib.suppress(ValueError, KeyError):
         return from_json((small_files or {})[BRANCH], lambda record: str(record["job"]))
     return ""
+
+
+def _check_use(place: Location, names: Collection[str], lineage: Mapping[int, int]) -> None:
+    """Raises CheckpointError if a directory of a publisher would get a run, or the reverse.
+
+    Each would end the term of the other. A directory that has both, as earlier versions allowed it,
+    is that of the run.
+    """
+    step = next(filter(STEP_NAME.fullmatch, names), None)
+    if lineage and step:
+        return
+    newest = _newest_among(place, names)
+    if lineage and newest.number and not newest.lineage:
+        raise CheckpointError(
+            f"cannot save to {place}: a Publisher publishes there (it has {newest}). "
+            "Use another directory for the run"
+        )
+    if not lineage and (step or newest.lineage):
+        raise CheckpointError(
+            f"cannot publish to {place}: a Run saves there (it has {step or newest}). "
+            "Use another directory for the versions"
+        )
+
+
+def _newest_among(run: Location, names: Collection[str]) -> Term:
+    numbers = sorted(_numbers_among(names), reverse=True)
+    return next(filter(None, (term_at(run, number) for number in numbers)), Term())
 
 
 def _remove_former(run: Location, number: int) -> None:
