@@ -582,8 +582,9 @@ def test_a_delta_takes_few_requests_of_a_store(request: pytest.FixtureRequest) -
             counts.clear()
             worker.update(engine.tensors)
             engine.assert_has(weights(version))
-    assert published_with == {"list": 4, "put": 4, "remove": 1}
-    counts["get"] -= counts["find"]  # This client reads the bytes that are found.
+    # This client reads the bytes that are found.
+    assert published_with == {"list": 4, "put": 4, "find": 1, "get": 1, "remove": 1}
+    counts["get"] -= counts["find"]
     assert counts == {"find": 2, "list": 2, "put": 1, "get": 2, "remove": 1}
 
 
@@ -1101,3 +1102,70 @@ def test_a_directory_that_an_earlier_version_let_a_run_and_a_publisher_share_is_
     assert run.restore(state, step=1) == 1
     run.save(2, {"n": 2})
     assert Run(root).restore(state) == 2
+
+
+def test_a_publisher_creates_its_directory_again_and_can_be_superseded_there(
+    root: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = Publisher(root, record=False)
+    for version in (1, 2):
+        publish_and_wait(first, version, weights(version))
+    Location(root).remove_all()
+    publish_and_wait(first, 3, weights(3))
+    assert f"{root} is gone; this publish creates it again" in caplog.text
+    publish_and_wait(first, 4, weights(4))
+    assert [version_of(root, each).is_whole for each in (3, 4)] == [True, False]
+    engine = Engine(weights(4))
+    assert Subscriber(root).update(engine.tensors) == 4
+    engine.assert_has(weights(4))
+    with Publisher(root, record=False) as second:
+        publish_and_wait(second, 5, weights(5))
+        with pytest.raises(SupersededError):
+            first.publish(6, weights(6))
+
+
+@pytest.mark.parametrize("whole_every", [1, 50])
+@pytest.mark.parametrize("begins_at", [1, 4])
+def test_a_publisher_does_not_publish_to_a_directory_that_another_one_has_begun_again(
+    root: str, begins_at: int, whole_every: int
+) -> None:
+    first = Publisher(root, whole_every=whole_every, record=False)
+    publish_and_wait(first, 1, weights(1))
+    Location(root).remove_all()
+    with Publisher(root, record=False) as second:
+        publish_and_wait(second, begins_at, weights(7))
+        for version in (2, 6):
+            with pytest.raises(SupersededError, match="a newer job saves there"):
+                publish_and_wait(first, version, weights(2))
+        assert committed_versions(Location(root)) == [begins_at]
+        publish_and_wait(second, 8, weights(8))
+    engine = Engine(weights(8))
+    assert Subscriber(root).update(engine.tensors) == 8
+    engine.assert_has(weights(8))
+
+
+def test_a_publisher_does_not_publish_to_an_emptied_directory(tmp_path: Path) -> None:
+    with Publisher(tmp_path / "policy", record=False) as training:
+        publish_and_wait(training, 1, weights(1))
+        (tmp_path / "policy").rename(tmp_path / "moved")
+        (tmp_path / "policy").mkdir()  # As a mount point.
+        for _ in range(2):
+            with pytest.raises(CheckpointError, match="It may have been moved or unmounted"):
+                training.publish(2, weights(2))
+        (tmp_path / "policy").rmdir()
+        (tmp_path / "moved").rename(tmp_path / "policy")
+        publish_and_wait(training, 2, weights(2))
+    engine = Engine(weights(2))
+    assert Subscriber(tmp_path / "policy").update(engine.tensors) == 2
+
+
+def test_a_publisher_takes_a_term_again_if_its_file_was_purged(root: str) -> None:
+    first = Publisher(root, record=False)
+    publish_and_wait(first, 1, weights(1))
+    (Location(root) / "term-1").remove()
+    publish_and_wait(first, 2, weights(2))
+    assert not version_of(root, 2).is_whole
+    with Publisher(root, record=False) as second:
+        publish_and_wait(second, 3, weights(3))
+        with pytest.raises(SupersededError):
+            first.publish(4, weights(4))

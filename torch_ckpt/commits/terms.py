@@ -36,7 +36,9 @@ from torch_ckpt.stored_json import from_json
 __all__ = [
     "Term",
     "check_directory",
+    "check_holder",
     "check_term",
+    "has_term",
     "job_in",
     "newest_term",
     "other_directory",
@@ -198,6 +200,28 @@ def check_term(
     is_ancestor = found is not None and newest.has(int(found[1]), number)
     if newest.number > number and not (is_ancestor and step and term_of(step) <= number):
         raise superseded(run, newest)
+
+
+def check_holder(run: Location, number: int, job: str) -> None:
+    """Checks that a term is still that of a job. Reads its file only.
+
+    If the directory was removed or moved, another job may have taken the same number there.
+
+    Raises:
+        CheckpointError: No term is there.
+        SupersededError: Another job has a term there.
+    """
+    found = term_at(run, number) or newest_term(run)
+    if not found.number:
+        raise CheckpointError(f"cannot use {run}: it was removed or moved meanwhile")
+    if found.job != job:
+        raise superseded(run, found)
+
+
+def has_term(names: Collection[str], number: int | None = None) -> bool:
+    """Returns whether a directory with these names has a term: any, or that of a ``number``."""
+    numbers = _numbers_among(names)
+    return bool(numbers) if number is None else number in numbers
 
 
 def check_directory(run: Location, number: int, job: str, *, may_be_empty: bool = False) -> None:
