@@ -1169,3 +1169,46 @@ def test_a_publisher_takes_a_term_again_if_its_file_was_purged(root: str) -> Non
         publish_and_wait(second, 3, weights(3))
         with pytest.raises(SupersededError):
             first.publish(4, weights(4))
+
+
+@pytest.mark.parametrize("removed", [1, 2, 3])
+def test_the_next_version_is_whole_if_one_was_removed_to_which_it_would_be_added(
+    root: str, removed: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Publisher(root) as training:
+        for version in (1, 2, 3):
+            publish_and_wait(training, version, weights(version))
+        (Location(root) / f"version-{removed}").remove_all()
+        publish_and_wait(training, 4, weights(4))
+        publish_and_wait(training, 5, weights(5))
+    assert f"{root} lacks version {removed}, which was removed" in caplog.text
+    assert [version_of(root, each).is_whole for each in (4, 5)] == [True, False]
+    engine = Engine(weights(5))
+    assert Subscriber(root).update(engine.tensors) == 5
+    engine.assert_has(weights(5))
+
+
+def test_the_next_version_is_whole_if_the_files_of_the_whole_one_were_removed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = tmp_path / "policy"
+    with Publisher(root, keep_whole=1) as training:
+        for version in (1, 2):
+            publish_and_wait(training, version, weights(version))
+        for file in (root / "version-1").iterdir():
+            file.unlink()  # As by `find -type f -mtime +30 -delete`.
+        publish_and_wait(training, 3, weights(3))
+    assert f"{root} lacks version 1, which was removed" in caplog.text
+    assert not (root / "version-1").exists()
+    engine = Engine(weights(3))
+    assert Subscriber(root).update(engine.tensors) == 3
+    engine.assert_has(weights(3))
+
+
+def test_an_old_version_that_was_removed_makes_no_version_whole(root: str) -> None:
+    with Publisher(root, whole_every=2) as training:
+        for version in (1, 2, 3):
+            publish_and_wait(training, version, weights(version))
+        (Location(root) / "version-1").remove_all()
+        publish_and_wait(training, 4, weights(4))
+    assert not version_of(root, 4).is_whole

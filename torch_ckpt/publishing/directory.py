@@ -9,7 +9,7 @@ import secrets
 from torch_ckpt.commits.terms import check_holder, check_term, has_term, take_term
 from torch_ckpt.errors import CheckpointError, NotFoundError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.publishing.version_files import Version, numbers_among
+from torch_ckpt.publishing.version_files import Version, has_version, numbers_among, path_of
 
 __all__ = ["Directory"]
 
@@ -37,7 +37,7 @@ class Directory:
         """Returns the names in the directory, in which this publisher has the newest term.
 
         Takes a term for the first version, and if no term is there: the directory was removed, or a
-        program has removed old files.
+        program has removed old files. Forgets versions that were removed.
 
         Raises:
             CheckpointError: It is that of a run, or was emptied.
@@ -57,7 +57,23 @@ class Directory:
         check_term(root, self.term, names=names)
         if not (has_term(names, self.term) and self.is_whole.keys() >= set(numbers_among(names))):
             check_holder(root, self.term, self.job)
+        self._forget_removed(names)
         return names
+
+    def _forget_removed(self, names: list[str]) -> None:
+        """Forgets versions that were removed by others, so that the next one needs none of them."""
+        removed = self.is_whole.keys() - set(numbers_among(names))
+        line = [] if self.newest is None else [number for number, _ in self.newest.line]
+        # A purge of old files leaves their directories. The whole version has the oldest ones.
+        has_folders = self._root.file_system.has_folders
+        if line and has_folders and not has_version(path_of(self._root, line[0])):
+            removed.add(line[0])
+        for number in removed:
+            self.is_whole.pop(number, None)
+        if lacking := sorted(removed.intersection(line)):
+            message = "%s lacks version %s, which was removed; the next version is whole"
+            _LOG.warning(message, self._root, ", ".join(map(str, lacking)))
+            self.newest = None
 
     def _begin_again(self, names: list[str] | None) -> None:
         """Forgets the term, which is not there, and the versions, unless some are there."""
