@@ -40,7 +40,7 @@ from torch_ckpt.errors import (
 from torch_ckpt.filesystems.fsspec_client import FsspecClient
 from torch_ckpt.filesystems.location import Location, register
 from torch_ckpt.publishing import chain, publisher, snapshot, subscriber
-from torch_ckpt.publishing.examination import damage_of
+from torch_ckpt.publishing.examination import damage_of, facts_of
 from torch_ckpt.publishing.version_files import committed_versions, read_version
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore")]
@@ -1212,3 +1212,56 @@ def test_an_old_version_that_was_removed_makes_no_version_whole(root: str) -> No
         (Location(root) / "version-1").remove_all()
         publish_and_wait(training, 4, weights(4))
     assert not version_of(root, 4).is_whole
+
+
+def test_a_delta_that_arrives_when_its_data_was_removed_is_no_version(root: str) -> None:
+    with Publisher(root, record=False) as older:
+        for version in (1, 2):
+            publish_and_wait(older, version, weights(version))
+    late = Location(root) / "version-2/delta.json"
+    contents = late.read()
+    (Location(root) / "version-2").remove_all()
+    with Publisher(root, record=False) as newer:
+        publish_and_wait(newer, 5, weights(5))
+        late.parent.create_directories()
+        late.write(contents, sync=False)
+        found = {each["version"]: each["state"] for each in facts_of(Location(root))}
+        assert found == {5: "files present", 2: "unfinished", 1: "files present"}
+        assert committed_versions(Location(root)) == [5, 1]
+        publish_and_wait(newer, 6, weights(6))
+    assert not late.exists()
+    for number in committed_versions(Location(root)):
+        assert not damage_of(Location(root), number)
+
+
+def test_a_delta_that_arrives_beside_a_whole_version_does_not_hide_it(root: str) -> None:
+    with Publisher(root, record=False) as older:
+        for version in (1, 2):
+            publish_and_wait(older, version, weights(version))
+    late = Location(root) / "version-2/delta.json"
+    contents = late.read()
+    (Location(root) / "version-2").remove_all()
+    with Publisher(root, record=False) as newer:
+        publish_and_wait(newer, 2, weights(7))
+        late.parent.create_directories()
+        late.write(contents, sync=False)
+        publish_and_wait(newer, 3, weights(8))
+    assert [(each["kind"], each["state"]) for each in facts_of(Location(root))] == [
+        ("delta", "files present"),
+        ("whole", "files present"),
+        ("whole", "files present"),
+    ]
+    engine = Engine(weights(8))
+    assert Subscriber(root).update(engine.tensors) == 3
+    engine.assert_has(weights(8))
+
+
+def test_a_delta_without_data_is_a_version(root: str) -> None:
+    served = {"none": torch.zeros(0, 7)}
+    with Publisher(root) as training:
+        for version in (1, 2, 3):
+            publish_and_wait(training, version, served)
+    with Publisher(root) as training:
+        publish_and_wait(training, 4, served)
+    assert committed_versions(Location(root)) == [4, 3, 2, 1]
+    assert Subscriber(root).update(served, version=2) == 2
