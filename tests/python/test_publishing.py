@@ -1171,6 +1171,7 @@ def test_a_publisher_takes_a_term_again_if_its_file_was_purged(root: str) -> Non
             first.publish(4, weights(4))
 
 
+@pytest.mark.parametrize("root", ["local", "memory"], indirect=True)  # SeaweedFS lists it longer.
 @pytest.mark.parametrize("removed", [1, 2, 3])
 def test_the_next_version_is_whole_if_one_was_removed_to_which_it_would_be_added(
     root: str, removed: int, caplog: pytest.LogCaptureFixture

@@ -77,13 +77,14 @@ class Directory:
 
     def _begin_again(self, names: list[str] | None) -> None:
         """Forgets the term, which is not there, and the versions, unless some are there."""
-        has_versions = bool(numbers_among(names or ()))
-        if names is not None and not has_versions and self._root.local_path is not None:
+        found = numbers_among(names or ())
+        if names is not None and not found and self._root.local_path is not None:
             raise CheckpointError(
                 f"cannot publish to {self._root}: it has neither terms nor versions any more. It "
                 "may have been moved or unmounted. To continue here, open a new Publisher"
             )
         self.term = 0
-        if not has_versions:
+        # Some stores list a removed directory for some time.
+        if not any(has_version(path_of(self._root, number)) for number in found):
             _LOG.warning("%s is gone; this publish creates it again", self._root)
             self.is_whole, self.newest = {}, None
