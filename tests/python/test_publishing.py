@@ -22,9 +22,11 @@ from support.tensors import bits
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_ckpt
-from torch_ckpt import Publisher, Subscriber
+from torch_ckpt import Publisher, Run, Subscriber
 from torch_ckpt._core import _native
+from torch_ckpt.commits import terms
 from torch_ckpt.commits.model import ModelTransaction
+from torch_ckpt.commits.terms import take_term
 from torch_ckpt.errors import (
     AlreadyExistsError,
     CheckpointError,
@@ -38,7 +40,7 @@ from torch_ckpt.errors import (
 from torch_ckpt.filesystems.fsspec_client import FsspecClient
 from torch_ckpt.filesystems.location import Location, register
 from torch_ckpt.publishing import chain, publisher, snapshot, subscriber
-from torch_ckpt.publishing.examination import damage_of
+from torch_ckpt.publishing.examination import damage_of, facts_of
 from torch_ckpt.publishing.version_files import committed_versions, read_version
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore")]
@@ -580,8 +582,9 @@ def test_a_delta_takes_few_requests_of_a_store(request: pytest.FixtureRequest) -
             counts.clear()
             worker.update(engine.tensors)
             engine.assert_has(weights(version))
-    assert published_with == {"list": 4, "put": 4, "remove": 1}
-    counts["get"] -= counts["find"]  # This client reads the bytes that are found.
+    # This client reads the bytes that are found.
+    assert published_with == {"list": 4, "put": 4, "find": 1, "get": 1, "remove": 1}
+    counts["get"] -= counts["find"]
     assert counts == {"find": 2, "list": 2, "put": 1, "get": 2, "remove": 1}
 
 
@@ -1041,3 +1044,225 @@ def test_a_snapshot_without_memory_fails_one_publish_and_not_the_next_one(
                 training.wait()
         training.publish(1, weights(1))
     assert committed_versions(Location(tmp_path)) == [1]
+
+
+# ---- The directory ----
+
+
+def test_a_publisher_refuses_the_directory_of_a_run(root: str) -> None:
+    state = {"w": torch.zeros(3)}
+    with Run(root) as run, Publisher(root) as training:
+        run.save(1, state)
+        with pytest.raises(CheckpointError, match=r"a Run saves there \(it has step-1\)"):
+            training.publish(2, weights(2))
+        run.save(2, state)
+        assert Run(root).restore(state) == 2
+
+
+def test_a_publisher_refuses_the_directory_of_a_run_whose_first_step_is_not_there_yet(
+    root: str,
+) -> None:
+    take_term(Location(root), {0: 0})  # As a save of step 1 in the background takes it.
+    says = r"a Run saves there \(it has term 1, process"
+    with Publisher(root) as training, pytest.raises(CheckpointError, match=says):
+        training.publish(1, weights(1))
+    assert not committed_versions(Location(root))
+
+
+def test_a_run_refuses_the_directory_of_a_publisher(root: str) -> None:
+    with Publisher(root) as training, Run(root) as run:
+        publish_and_wait(training, 1, weights(1))
+        with pytest.raises(CheckpointError, match=rf"cannot save to {root}: a Publisher publishes"):
+            run.save(1, {"w": torch.zeros(3)})
+        publish_and_wait(training, 2, weights(2))
+    assert Run(root).latest_step() is None
+    assert Subscriber(root).latest() == 2
+
+
+def test_a_run_refuses_a_local_directory_of_a_publisher(tmp_path: Path) -> None:
+    local = tmp_path / "policy"
+    with Publisher(local) as training, Run(tmp_path / "run", local=local) as run:
+        publish_and_wait(training, 1, weights(1))
+        with pytest.raises(CheckpointError, match=f"cannot save to {local}: a Publisher publishes"):
+            run.save(1, {"w": torch.zeros(3)})
+        publish_and_wait(training, 2, weights(2))
+
+
+def test_a_directory_that_an_earlier_version_let_a_run_and_a_publisher_share_is_that_of_the_run(
+    root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"n": 1}
+    Run(root).save(1, state)
+    with monkeypatch.context() as earlier, Publisher(root) as training:
+        earlier.setattr(terms, "_check_use", lambda *_: None)
+        training.publish(1, weights(1))
+    with pytest.raises(CheckpointError, match="a Run saves there"):
+        Publisher(root).publish(2, weights(2))
+    run = Run(root)
+    assert run.restore(state, step=1) == 1
+    run.save(2, {"n": 2})
+    assert Run(root).restore(state) == 2
+
+
+def test_a_publisher_creates_its_directory_again_and_can_be_superseded_there(
+    root: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = Publisher(root, record=False)
+    for version in (1, 2):
+        publish_and_wait(first, version, weights(version))
+    Location(root).remove_all()
+    publish_and_wait(first, 3, weights(3))
+    assert f"{root} is gone; this publish creates it again" in caplog.text
+    publish_and_wait(first, 4, weights(4))
+    assert [version_of(root, each).is_whole for each in (3, 4)] == [True, False]
+    engine = Engine(weights(4))
+    assert Subscriber(root).update(engine.tensors) == 4
+    engine.assert_has(weights(4))
+    with Publisher(root, record=False) as second:
+        publish_and_wait(second, 5, weights(5))
+        with pytest.raises(SupersededError):
+            first.publish(6, weights(6))
+
+
+@pytest.mark.parametrize("whole_every", [1, 50])
+@pytest.mark.parametrize("begins_at", [1, 4])
+def test_a_publisher_does_not_publish_to_a_directory_that_another_one_has_begun_again(
+    root: str, begins_at: int, whole_every: int
+) -> None:
+    first = Publisher(root, whole_every=whole_every, record=False)
+    publish_and_wait(first, 1, weights(1))
+    Location(root).remove_all()
+    with Publisher(root, record=False) as second:
+        publish_and_wait(second, begins_at, weights(7))
+        for version in (2, 6):
+            with pytest.raises(SupersededError, match="a newer job saves there"):
+                publish_and_wait(first, version, weights(2))
+        assert committed_versions(Location(root)) == [begins_at]
+        publish_and_wait(second, 8, weights(8))
+    engine = Engine(weights(8))
+    assert Subscriber(root).update(engine.tensors) == 8
+    engine.assert_has(weights(8))
+
+
+def test_a_publisher_does_not_publish_to_an_emptied_directory(tmp_path: Path) -> None:
+    with Publisher(tmp_path / "policy", record=False) as training:
+        publish_and_wait(training, 1, weights(1))
+        (tmp_path / "policy").rename(tmp_path / "moved")
+        (tmp_path / "policy").mkdir()  # As a mount point.
+        for _ in range(2):
+            with pytest.raises(CheckpointError, match="It may have been moved or unmounted"):
+                training.publish(2, weights(2))
+        (tmp_path / "policy").rmdir()
+        (tmp_path / "moved").rename(tmp_path / "policy")
+        publish_and_wait(training, 2, weights(2))
+    engine = Engine(weights(2))
+    assert Subscriber(tmp_path / "policy").update(engine.tensors) == 2
+
+
+def test_a_publisher_takes_a_term_again_if_its_file_was_purged(root: str) -> None:
+    first = Publisher(root, record=False)
+    publish_and_wait(first, 1, weights(1))
+    (Location(root) / "term-1").remove()
+    publish_and_wait(first, 2, weights(2))
+    assert not version_of(root, 2).is_whole
+    with Publisher(root, record=False) as second:
+        publish_and_wait(second, 3, weights(3))
+        with pytest.raises(SupersededError):
+            first.publish(4, weights(4))
+
+
+@pytest.mark.parametrize("root", ["local", "memory"], indirect=True)  # SeaweedFS lists it longer.
+@pytest.mark.parametrize("removed", [1, 2, 3])
+def test_the_next_version_is_whole_if_one_was_removed_to_which_it_would_be_added(
+    root: str, removed: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Publisher(root) as training:
+        for version in (1, 2, 3):
+            publish_and_wait(training, version, weights(version))
+        (Location(root) / f"version-{removed}").remove_all()
+        publish_and_wait(training, 4, weights(4))
+        publish_and_wait(training, 5, weights(5))
+    assert f"{root} lacks version {removed}, which was removed" in caplog.text
+    assert [version_of(root, each).is_whole for each in (4, 5)] == [True, False]
+    engine = Engine(weights(5))
+    assert Subscriber(root).update(engine.tensors) == 5
+    engine.assert_has(weights(5))
+
+
+def test_the_next_version_is_whole_if_the_files_of_the_whole_one_were_removed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = tmp_path / "policy"
+    with Publisher(root, keep_whole=1) as training:
+        for version in (1, 2):
+            publish_and_wait(training, version, weights(version))
+        for file in (root / "version-1").iterdir():
+            file.unlink()  # As by `find -type f -mtime +30 -delete`.
+        publish_and_wait(training, 3, weights(3))
+    assert f"{root} lacks version 1, which was removed" in caplog.text
+    assert not (root / "version-1").exists()
+    engine = Engine(weights(3))
+    assert Subscriber(root).update(engine.tensors) == 3
+    engine.assert_has(weights(3))
+
+
+def test_an_old_version_that_was_removed_makes_no_version_whole(root: str) -> None:
+    with Publisher(root, whole_every=2) as training:
+        for version in (1, 2, 3):
+            publish_and_wait(training, version, weights(version))
+        (Location(root) / "version-1").remove_all()
+        publish_and_wait(training, 4, weights(4))
+    assert not version_of(root, 4).is_whole
+
+
+def test_a_delta_that_arrives_when_its_data_was_removed_is_no_version(root: str) -> None:
+    with Publisher(root, record=False) as older:
+        for version in (1, 2):
+            publish_and_wait(older, version, weights(version))
+    late = Location(root) / "version-2/delta.json"
+    contents = late.read()
+    (Location(root) / "version-2").remove_all()
+    with Publisher(root, record=False) as newer:
+        publish_and_wait(newer, 5, weights(5))
+        late.parent.create_directories()
+        late.write(contents, sync=False)
+        found = {each["version"]: each["state"] for each in facts_of(Location(root))}
+        assert found == {5: "files present", 2: "unfinished", 1: "files present"}
+        assert committed_versions(Location(root)) == [5, 1]
+        publish_and_wait(newer, 6, weights(6))
+    assert not late.exists()
+    for number in committed_versions(Location(root)):
+        assert not damage_of(Location(root), number)
+
+
+def test_a_delta_that_arrives_beside_a_whole_version_does_not_hide_it(root: str) -> None:
+    with Publisher(root, record=False) as older:
+        for version in (1, 2):
+            publish_and_wait(older, version, weights(version))
+    late = Location(root) / "version-2/delta.json"
+    contents = late.read()
+    (Location(root) / "version-2").remove_all()
+    with Publisher(root, record=False) as newer:
+        publish_and_wait(newer, 2, weights(7))
+        late.parent.create_directories()
+        late.write(contents, sync=False)
+        publish_and_wait(newer, 3, weights(8))
+    assert [(each["kind"], each["state"]) for each in facts_of(Location(root))] == [
+        ("delta", "files present"),
+        ("whole", "files present"),
+        ("whole", "files present"),
+    ]
+    engine = Engine(weights(8))
+    assert Subscriber(root).update(engine.tensors) == 3
+    engine.assert_has(weights(8))
+
+
+def test_a_delta_without_data_is_a_version(root: str) -> None:
+    served = {"none": torch.zeros(0, 7)}
+    with Publisher(root) as training:
+        for version in (1, 2, 3):
+            publish_and_wait(training, version, served)
+    with Publisher(root) as training:
+        publish_and_wait(training, 4, served)
+    assert committed_versions(Location(root)) == [4, 3, 2, 1]
+    assert Subscriber(root).update(served, version=2) == 2

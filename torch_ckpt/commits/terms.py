@@ -36,7 +36,9 @@ from torch_ckpt.stored_json import from_json
 __all__ = [
     "Term",
     "check_directory",
+    "check_holder",
     "check_term",
+    "has_term",
     "job_in",
     "newest_term",
     "other_directory",
@@ -108,8 +110,7 @@ def newest_term(run: Location) -> Term:
 
     Raises StorageError if the directory cannot be read.
     """
-    found = (term_at(run, number) for number in _numbers(run))
-    return next(filter(None, found), Term())
+    return _newest_among(run, _names(run))
 
 
 def term_at(run: Location, number: int) -> Term | None:
@@ -130,14 +131,24 @@ def take_term(
     """Takes the next term of a run, for this process.
 
     Writes the file to the ``local`` directory of the steps as well, because a job that was believed
-    dead may save there, too. Raises StorageError if a file cannot be written. The file may exist
-    nevertheless: then the ``job`` must not save in any of its former terms.
+    dead may save there, too. A term of a publisher has no ``lineage``, and each term of a run has
+    one.
+
+    Raises:
+        CheckpointError: A run and a publisher would share a directory.
+        StorageError: A file cannot be written. It may exist nevertheless: then the ``job`` must not
+            save in any of its former terms.
     """
     with created(run, sync=True):
         pass
     places = [run] if local is None else [run, local]
     for _ in range(_MOST_TRIES):
-        number = max([*lineage, *(n for place in places for n in _numbers(place))], default=0) + 1
+        names = [_names(place) for place in places]
+        for place, found in zip(places, names, strict=True):
+            _check_use(place, found, lineage)
+        number = (
+            max([*lineage, *(n for each in names for n in _numbers_among(each))], default=0) + 1
+        )
         term = Term(number, lineage, socket.gethostname(), os.getpid(), str(run), time.time(), job)
         file = run / f"term-{number}"
         try:
@@ -189,6 +200,28 @@ def check_term(
     is_ancestor = found is not None and newest.has(int(found[1]), number)
     if newest.number > number and not (is_ancestor and step and term_of(step) <= number):
         raise superseded(run, newest)
+
+
+def check_holder(run: Location, number: int, job: str) -> None:
+    """Checks that a term is still that of a job. Reads its file only.
+
+    If the directory was removed or moved, another job may have taken the same number there.
+
+    Raises:
+        CheckpointError: No term is there.
+        SupersededError: Another job has a term there.
+    """
+    found = term_at(run, number) or newest_term(run)
+    if not found.number:
+        raise CheckpointError(f"cannot use {run}: it was removed or moved meanwhile")
+    if found.job != job:
+        raise superseded(run, found)
+
+
+def has_term(names: Collection[str], number: int | None = None) -> bool:
+    """Returns whether a directory with these names has a term: any, or that of a ``number``."""
+    numbers = _numbers_among(names)
+    return bool(numbers) if number is None else number in numbers
 
 
 def check_directory(run: Location, number: int, job: str, *, may_be_empty: bool = False) -> None:
@@ -251,6 +284,33 @@ def job_in(small_files: Mapping[str, bytes] | None) -> str:
     with contextlib.suppress(ValueError, KeyError):
         return from_json((small_files or {})[BRANCH], lambda record: str(record["job"]))
     return ""
+
+
+def _check_use(place: Location, names: Collection[str], lineage: Mapping[int, int]) -> None:
+    """Raises CheckpointError if a directory of a publisher would get a run, or the reverse.
+
+    Each would end the term of the other. A directory that has both, as earlier versions allowed it,
+    is that of the run.
+    """
+    step = next(filter(STEP_NAME.fullmatch, names), None)
+    if lineage and step:
+        return
+    newest = _newest_among(place, names)
+    if lineage and newest.number and not newest.lineage:
+        raise CheckpointError(
+            f"cannot save to {place}: a Publisher publishes there (it has {newest}). "
+            "Use another directory for the run"
+        )
+    if not lineage and (step or newest.lineage):
+        raise CheckpointError(
+            f"cannot publish to {place}: a Run saves there (it has {step or newest}). "
+            "Use another directory for the versions"
+        )
+
+
+def _newest_among(run: Location, names: Collection[str]) -> Term:
+    numbers = sorted(_numbers_among(names), reverse=True)
+    return next(filter(None, (term_at(run, number) for number in numbers)), Term())
 
 
 def _remove_former(run: Location, number: int) -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from torch_ckpt._core import _native
 from torch_ckpt.commits.delta import DeltaTransaction, data_file
-from torch_ckpt.commits.terms import check_term, take_term
+from torch_ckpt.commits.terms import check_holder, check_term
 from torch_ckpt.commits.transaction import Claim
 from torch_ckpt.coordination.arguments import comparing
 from torch_ckpt.coordination.background import BackgroundFuture, Order, in_thread
@@ -28,7 +28,6 @@ from torch_ckpt.coordination.waiting import duration
 from torch_ckpt.errors import (
     AlreadyExistsError,
     CheckpointError,
-    NotFoundError,
     SupersededError,
     UnsupportedError,
     warn_after_commit,
@@ -40,6 +39,7 @@ from torch_ckpt.planning.item_views import ColumnItems, PlannedItems
 from torch_ckpt.planning.replicas import ranks_per_node
 from torch_ckpt.planning.save_planner import FastSavePlanner, NoColumnsError
 from torch_ckpt.planning.ties import common_ties, tied_names
+from torch_ckpt.publishing.directory import Directory
 from torch_ckpt.publishing.retention import remove_older, remove_unfinished
 from torch_ckpt.publishing.snapshot import (
     Differences,
@@ -98,22 +98,20 @@ class _Assigned:
 class _Coordinated:
     """What the coordinator alone knows: the plan of all ranks, and the versions that are there."""
 
+    directory: Directory
     listed: list[_Listed] = field(default_factory=list)
     tensors: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     ties: Mapping[str, str] = field(default_factory=dict)
-    term: int = 0
-    is_whole: dict[int, bool] = field(default_factory=dict)
-    newest: Version | None = None
     transaction: DeltaTransaction | None = None
 
 
 class _WholeWriter(SafetensorsWriter):
     """Writes a whole version; its ``version.json`` is there before the model appears."""
 
-    def __init__(self, path: Location, version: Version | None) -> None:
+    def __init__(self, path: Location, version: Version | None, job: str) -> None:
         io = IoOptions(buffer_nbytes=_BUFFER_NBYTES)
         super().__init__(path.checkpoint_id, overwrite=False, check_replicas="off", io=io)
-        self.version = version
+        self.version, self.job = version, job
         self.ties = {} if version is None else version.ties
         self.before_commit = self._describe
 
@@ -122,6 +120,7 @@ class _WholeWriter(SafetensorsWriter):
         root, version = self.location.parent, self.version
         assert version is not None
         check_term(root, version.term)
+        check_holder(root, version.term, self.job)
         try:
             (self.location / WHOLE).write(version.encode(), sync=True)
             write_latest(root, version)
@@ -195,7 +194,7 @@ class Publisher:
         self._log = EventLog(self._location) if record and self._group.is_coordinator else None
         rank = self._group.names[self._group.rank]
         self._recorder = Recorder(rank, self._log) if record else None
-        self._coordinated = _Coordinated()
+        self._coordinated = _Coordinated(Directory(self._location))
         self._digest = b""  # Digest of the list of this rank's tensors.
         self._ties: list[list[str]] = []  # Names in this list that have the same memory.
         self._snapshot: Snapshot | None = None
@@ -377,14 +376,10 @@ class Publisher:
     def _assign(self, number: int, listed: list[_Listed]) -> list[_Assigned]:
         """Begins a version on the coordinator; returns what each rank does."""
         facts, root = self._coordinated, self._location
-        if not facts.term:
-            facts.term = take_term(root, {}).number
-        names: list[str] = []
-        with contextlib.suppress(NotFoundError):
-            names = root.names()
-        check_term(root, facts.term, names=names)
-        remove_unfinished(root, facts.is_whole, names)
-        if facts.is_whole and number <= (newest := max(facts.is_whole)):
+        directory = facts.directory
+        names = directory.names()
+        remove_unfinished(root, directory.is_whole, names)
+        if directory.is_whole and number <= (newest := max(directory.is_whole)):
             raise AlreadyExistsError(
                 f"cannot publish version {number} to {root}: it has version {newest}, and numbers "
                 "must rise. After a restart from an older step, go on with greater numbers"
@@ -392,7 +387,7 @@ class Publisher:
         is_new = any(each.encoded is not None for each in listed) or not facts.listed
         if is_new:
             self._plan(listed)
-        line = [] if facts.newest is None else facts.newest.line
+        line = [] if directory.newest is None else directory.newest.line
         is_whole = is_new or not line or not all(each.has_snapshot for each in listed)
         is_whole = is_whole or len(line) >= self.whole_every
         assignments: list[bytes | None] = [None for _ in listed]
@@ -473,7 +468,7 @@ class Publisher:
             assert self._snapshot is not None
             order = Order(
                 path.checkpoint_id,
-                _WholeWriter(path, version),
+                _WholeWriter(path, version, self._coordinated.directory.job),
                 FastSavePlanner(check_replicas="off"),
                 True,
             )
@@ -514,14 +509,15 @@ class Publisher:
         def commit(written: list[DataFile | None]) -> None:
             nonlocal version
             assert transaction is not None
-            assert facts.newest is not None
+            base = facts.directory.newest
+            assert base is not None
             files = [file for file in written if file is not None]
             digests = [box.digest for file in files for box in file.boxes]
-            base = facts.newest
             line = [*base.line, (number, chain_of(base.chain, number, digests))]
             version = self._version(number, line, files)
             names = [file.name for file in files]
             check_term(self._location, version.term)
+            check_holder(self._location, version.term, facts.directory.job)
             write_latest(self._location, version)
             transaction.check(names)
             claim_commit()
@@ -540,13 +536,13 @@ class Publisher:
         self, number: int, line: list[tuple[int, str]], files: Sequence[DataFile] = ()
     ) -> Version:
         facts = self._coordinated
-        return Version(number, facts.term, line, facts.tensors, facts.ties, files)
+        return Version(number, facts.directory.term, line, facts.tensors, facts.ties, files)
 
     def _committed(self, version: Version) -> None:
         """Removes old versions. The new one stands already."""
-        facts, root = self._coordinated, self._location
-        facts.newest = version
-        facts.is_whole[version.number] = version.is_whole
+        directory, root = self._coordinated.directory, self._location
+        directory.newest = version
+        directory.is_whole[version.number] = version.is_whole
         with phase("retain"):
             try:
                 try:
@@ -554,8 +550,8 @@ class Publisher:
                 except SupersededError:
                     forget_latest(root)  # It may have named a version of the newer job.
                     raise
-                for number in remove_older(root, facts.is_whole, self.keep_whole):
-                    del facts.is_whole[number]
+                for number in remove_older(root, directory.is_whole, self.keep_whole):
+                    del directory.is_whole[number]
             except CheckpointError as error:
                 warn_after_commit(
                     f"version {version.number} is published, but what follows has failed: {error}",

@@ -288,9 +288,25 @@ def kind_of(path: Location) -> str:
         names = set(path.names())
     except NotFoundError:
         return ""
-    if DELTA in names:
+    if DELTA in names and _has_delta(path, names):
         return DELTA
     return WHOLE if _has_whole(names) else ""
+
+
+def _has_delta(path: Location, names: Set[str]) -> bool:
+    """Returns whether a directory with ``delta.json``, and these names, is a delta.
+
+    A store may receive the file of a dead publisher late, when the next one has removed its data.
+    """
+    if WHOLE not in names and any(map(_DATA_FILE.fullmatch, names)):
+        return True
+    try:
+        version: Version = _unsealed(path / DELTA, _version_of)
+    except NotFoundError:
+        return False
+    except CorruptionError:
+        return True
+    return names >= {file.name for file in version.files}
 
 
 def _has_whole(names: Set[str]) -> bool:
