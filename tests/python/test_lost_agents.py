@@ -73,7 +73,7 @@ def test_an_older_copy_of_a_step_is_not_written_over_a_save_without_the_agent(
     where = {"local": tmp_path / "local"} if has_local else {}
     training = Run(run, asynchronous=True, agent=True, **where)
     training.save(4, state_of(4.0))
-    training.wait()
+    training.wait(promoted=has_local)  # No request that began earlier waits longer.
     training.save(5, state_of(5.0), persist=False)
     with freezing(run, monkeypatch) as pid:
         with pytest.warns(UserWarning, match="without an agent.*did not answer"):
