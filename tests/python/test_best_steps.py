@@ -84,6 +84,26 @@ def test_a_step_with_damaged_metrics_is_not_removed(tmp_path: Path) -> None:
     assert run.best_step() == 20
 
 
+def test_metrics_of_the_run_count_if_those_of_the_local_copy_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Run(tmp_path / "run", local=tmp_path / "local", keep_local=9, monitor="loss") as run:
+        save_all(run, {10: 1.0})
+        run.wait(promoted=True)
+        save_all(run, {20: 2.0})
+        run.wait(promoted=True)
+        real = Location.read
+
+        def fails(file: Location, *arguments: Any, **options: Any) -> Any:
+            if str(file).endswith("local/step-10/metrics.json"):
+                raise StorageError("cannot read it", errno.EIO)
+            return real(file, *arguments, **options)
+
+        monkeypatch.setattr(Location, "read", fails)
+        assert run.best_step() == 10
+        monkeypatch.undo()
+
+
 def test_a_failed_read_of_local_metrics_removes_no_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -476,6 +496,10 @@ def test_watch_finds_a_lower_step_of_a_run_that_resumed_earlier(tmp_path: Path) 
         for step in (20, 30):
             run.save(step, state_of(step))
             assert watching.stdout.readline() == f"{step}\n"
+        again = Run(tmp_path)
+        assert again.restore(state_of(0)) == 30
+        again.save(30, state_of(31))
+        assert watching.stdout.readline() == "30\n"
         watching.send_signal(signal.SIGINT)
         assert watching.wait(20) == 130
         assert "torch-ckpt:" not in watching.stderr.read()

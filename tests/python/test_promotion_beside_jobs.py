@@ -6,15 +6,17 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from support.run_steps import steps_in
+from waits import until
 
 from torch_ckpt import CheckpointError, Run
 from torch_ckpt.agent.identity import new_id
 from torch_ckpt.commits.hiding import hide
-from torch_ckpt.errors import StorageError, SupersededError
+from torch_ckpt.errors import NotFoundError, StorageError, SupersededError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.storage.copying import CheckpointCopy
 
@@ -122,6 +124,24 @@ def test_an_older_job_whose_half_copy_was_removed_is_superseded(
 
 
 @pytest.mark.parametrize("on", ["disk", "store"])
+def test_a_copy_that_fails_removes_no_file_that_another_process_has_committed(
+    on: str, paths: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
+    directory = paths["directory"] if on == "disk" else request.getfixturevalue("store_url")
+    _leave(paths, 1)
+    source, target = paths["local"] / "step-1", Location(f"{directory}/step-1")
+
+    def copy(*_: object) -> None:
+        _copy(source, target)
+        raise NotFoundError("training has removed the source")
+
+    late: Any = CheckpointCopy(Location(source), target)
+    late._job = Mock(copy=copy, copied_nbytes=0)
+    late.copy_files()
+    assert CheckpointCopy(Location(source), target).is_done
+
+
+@pytest.mark.parametrize("on", ["disk", "store"])
 def test_jobs_that_begin_a_run_at_the_same_moment_agree_on_its_id(
     on: str, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,6 +202,39 @@ def test_a_job_that_continues_removes_old_steps_from_its_first_save_on(
     monkeypatch.undo()
     job.close()
     assert steps_in(paths["directory"]) == [3, 4]
+
+
+def test_a_failed_promotion_before_the_first_save_does_not_prevent_the_save(
+    paths: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _leave(paths, 1)
+    monkeypatch.setattr(CheckpointCopy, "copy_files", _fail)
+    job: Any = Run(**paths)
+    until(lambda: job._promotion.progress(0).report.failure is not None)
+    job.save(2, _state(2))  # Then old steps are removed, and there may be space.
+    monkeypatch.undo()
+    job.close()
+    assert steps_in(paths["directory"]) == [1, 2]
+
+
+def test_a_job_may_go_back_before_its_first_save(paths: dict[str, Any]) -> None:
+    _leave(paths, 3, 5)
+    with Run(**paths, keep_last=1) as job:
+        job.wait(promoted=True)
+        job.discard_after(3)
+        job.save(4, _state(4))
+        job.wait(promoted=True)
+    assert steps_in(paths["directory"]) == [4]
+
+
+@pytest.mark.usefixtures("memory")
+def test_a_job_with_an_agent_promotes_what_appears_after_it_has_begun(
+    paths: dict[str, Any],
+) -> None:
+    with Run(**paths, asynchronous=True, agent=True) as job:
+        _leave(paths, 1)  # As the agent of a former job.
+        assert _restored(job) == (1, 1)
+    assert steps_in(paths["directory"]) == [1]
 
 
 def test_an_evaluation_promotes_no_step_of_a_training_beside_it(paths: dict[str, Any]) -> None:

@@ -152,15 +152,15 @@ def begin_id(directory: Location, run_id: str) -> str:
     check_commit(directory, directory, sync=True)
     file, contents = directory / RUN_ID, f"{run_id}\n".encode()
     pending = directory / f"{PENDING}{secrets.token_hex(8)}"
-    with contextlib.suppress(StorageError, UnsupportedError):  # It exists, or cannot be linked.
-        if not directory.file_system.writes_at_offsets:
-            file.write(contents, sync=True)
-        else:
-            try:
-                pending.write(contents, sync=True)
+    if directory.file_system.writes_at_offsets:
+        try:  # It appears with its contents.
+            pending.write(contents, sync=True)
+            with contextlib.suppress(StorageError, UnsupportedError):  # Some disks have no links.
                 pending.link(file, sync=True)
-            finally:
-                pending.discard()
+        finally:
+            pending.discard()
+    with contextlib.suppress(StorageError):  # It exists.
+        file.write(contents, sync=True)
     found = id_in_directory(directory)
     if found is None:
         write_id(directory, run_id)

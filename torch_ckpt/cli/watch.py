@@ -146,7 +146,8 @@ def _new_steps(options: argparse.Namespace, interrupted: threading.Event) -> Ite
 def _terms_of_steps(run: Location, known: Mapping[int, int]) -> dict[int, int]:
     """Returns the committed steps that the run has not left, and the terms of their saves.
 
-    Terms that are ``known`` are not read again while the run has not left the step.
+    Terms that are ``known`` are not read again, unless the newest term begins at the step or before
+    it: then it may be saved again.
     """
     steps = committed_steps(run)
     lineage = newest_term(run) if steps else Term()
@@ -154,7 +155,7 @@ def _terms_of_steps(run: Location, known: Mapping[int, int]) -> dict[int, int]:
     for step in steps:
         term = known.get(step)
         with contextlib.suppress(CorruptionError, UnsupportedError):  # Its metadata is damaged.
-            if term is None or not lineage.has(step, term):
+            if term is None or (term < lineage.number and step >= lineage.lineage.get(term, -1)):
                 term = term_of(run / f"step-{step}")
             if lineage.has(step, term):
                 found[step] = term

@@ -79,6 +79,7 @@ def promotion_for(
     failures: PromotionFailures,
     *,
     keep: int,
+    has_agent: bool,
     timeout_s: float,
 ) -> Promotion | WithoutPromotion:
     """Returns the promotion of the steps at this rank's place, if the rank is the first there.
@@ -120,7 +121,7 @@ def promotion_for(
         reports: list[dict[int, Part] | None],
     ) -> tuple[dict[int, WholeSave], list[int], dict[int, float]]:
         """Returns the whole local steps, those to spread, and the metrics of the run's steps."""
-        values = {} if retention.monitor is None else run.values(retention.monitor)
+        values = {} if retention.monitor is None else run.values(retention.monitor)[0]
         if not isinstance(local, MachineDirectories):
             return {}, [], values
         whole = local.whole(reports)
@@ -148,7 +149,8 @@ def promotion_for(
         with old.changed:
             steps.found_here(committed_steps(local.directory))
             unread = steps.unreadable()
-            if not lineage.term.number:  # A training beside this evaluation promotes the others.
+            # A training beside this evaluation promotes the others. With an agent, there is none.
+            if not (has_agent or lineage.term.number):
                 unread = [step for step in unread if step in left]
         if unread:
             # If files of a later step are missing, the coordinator finds out when it commits it.

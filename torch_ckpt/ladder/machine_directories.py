@@ -226,17 +226,16 @@ class MachineDirectories(StepDirectories):
 
     def _write_part(self, step: int, save_id: str, seen: Part | None, files: _Files) -> None:
         """Replaces the part of this machine, which was ``seen``, by one without data files."""
-        path, found = self.path(step), None
+        (small, index, metadata, saved_s), path, found = files, self.path(step), None
+        path.create_directories()
+        (path / index_name(save_id)).replace(index, sync=False)
         with contextlib.suppress(CorruptionError, NotFoundError):
             found = part_in(path)
         if found is not None and found.save_id == save_id:
             return
         if found is not None and (seen is None or found.save_id != seen.save_id):
             raise NotFoundError(f"another save has replaced {path}")
-        small, index, metadata, saved_s = files
-        path.create_directories()
         write_small_files(path, small, sync=False)
-        (path / index_name(save_id)).replace(index, sync=False)
         (path / ".metadata").replace(metadata, sync=False)
         if saved_s is not None and path.local_path is not None:  # The time of the step.
             with contextlib.suppress(OSError):

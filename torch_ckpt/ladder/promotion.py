@@ -139,7 +139,7 @@ class OldSteps:
     def remove_in_run(self, promoted: int | None = None) -> None:
         """Removes the steps of the run that retention does not retain, after a promotion.
 
-        The first save of this job is awaited. Then a call without a step removes them.
+        Before the first save of this job, it only remembers the step, for a later call without one.
         """
         directory = self._run.directory
         with self._changed:
@@ -186,12 +186,11 @@ class OldSteps:
 class Promotion:
     """Promotes the steps of a local directory, newest first, and removes them there.
 
-    A step that the retention of the run would remove is skipped.
-
     The first rank at each place runs a promotion of the files there. The coordinator commits a step
     once the files of all ``others`` have arrived. It also chooses the steps for all places: the
-    next step saved while no promotion is in progress, and steps that wait. A step is passed over if
-    files are missing after all other places have sent theirs. ``steps`` are those at this place.
+    next step saved while no promotion is in progress, and steps that wait, unless retention would
+    remove them. A step is passed over if files are missing after all other places have sent theirs.
+    ``steps`` are those at this place.
 
     If a promotion fails because of storage, the next attempt follows the next save. ``failures``
     decides when training must stop: :meth:`check` then returns the reason.
@@ -296,6 +295,8 @@ class Promotion:
     def saving(self, step: int, choice: Choice) -> None:
         """Protects the directory of a step that is about to be saved, and chooses steps."""
         self.heard(choice)
+        if not self._steps.has_begun:  # The first save needs the space of interrupted removals.
+            self._old.remove_local()
         with self._changed:
             self._steps.set_lineage(self._lineage.term)
             self._steps.begin_save(step, choice.chosen)
@@ -335,8 +336,7 @@ class Promotion:
             for pause_s in LongWait(self.awaited).rounds(wait_s):
                 if self._changed.wait_for(lambda: not self._is_busy, pause_s):
                     break
-            attempt = self._attempt
-            copy = None if attempt is None else attempt.copy
+            copy = None if (attempt := self._attempt) is None else attempt.copy
             done = None if attempt is None else (attempt.step, copy.done_nbytes if copy else 0)
             awaited = f"{self._here}: {self.awaited()}" if self._is_busy else ""
             return Progress(awaited, done, self.report())
@@ -467,7 +467,7 @@ class Promotion:
         with self._changed:
             local = committed_steps(self._local.directory)
             lost = self._steps.lost(local)
-            if lost and self._lineage.term.number:  # Before its first save, training removes steps.
+            if lost and self._lineage.term.number:  # Before that, another job may remove steps.
                 _LOG.warning(
                     "steps %s are not in %s any more, and were not promoted to %s",
                     *(sorted(lost), self._local.directory, self._run.directory),

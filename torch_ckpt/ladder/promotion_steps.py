@@ -340,7 +340,8 @@ class PromotionSteps:
     def newest_in_run(self, promoted: int) -> int:
         """Returns the newest step of the run, after the promotion of a step."""
         in_run = (step for step, each in self._steps.items() if each.is_in_run)
-        return max(s for s in in_run if s == promoted or self._saved is None or s <= self._saved)
+        counted = (s for s in in_run if s == promoted or self._saved is None or s <= self._saved)
+        return max(counted, default=promoted)
 
     def bases_in_run(self, step: int) -> list[int]:
         """Returns the steps of the run that most likely share files with a step, at most three.
@@ -351,6 +352,11 @@ class PromotionSteps:
         return sorted(others, key=lambda other: (other > step, -other))[:3]
 
     # ---- Facts ----
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether this process has begun to save a step."""
+        return self._saved is not None or self._in_save is not None
 
     def unreadable(self) -> list[int]:
         """Returns the local steps that could not be read yet."""

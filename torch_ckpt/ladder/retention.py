@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import islice
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from torch_ckpt.commits.terms import Term, newest_term
 from torch_ckpt.errors import (
@@ -46,6 +45,15 @@ class Chosen:
     failed: list[int] = field(default_factory=list)
     older: list[int] = field(default_factory=list)
     retained: set[int] = field(default_factory=set)
+
+
+class _Copy(NamedTuple):
+    """A copy of a step in one directory, its metric, and why that could not be read."""
+
+    term: int
+    value: float
+    error: CheckpointError | None
+    disk: StepDirectories
 
 
 @dataclass(frozen=True)
@@ -95,14 +103,6 @@ class Retention:
                 return -1
             return term if lineage.has(step, term) else None
 
-        def check_known(
-            disk: StepDirectories, unknown: set[int], step: int, error: CheckpointError
-        ) -> None:
-            """Raises the error if a step may be the best and its metrics could not be read."""
-            if isinstance(error, StorageError) and counted_term(disk, step) is not None:
-                raise error
-            unknown.add(step)
-
         def lacks_files(disk: StepDirectories, step: int) -> bool:
             with contextlib.suppress(StorageError):
                 return not is_whole_in([disk], step, reports)
@@ -110,24 +110,27 @@ class Retention:
 
         def scan() -> tuple[list[int], list[int]]:
             """Returns the best steps, and better ones that are not whole or no longer exist."""
-            copies: dict[int, list[tuple[int, float, StepDirectories]]] = {}
+            copies: dict[int, list[_Copy]] = {}
             for disk in disks:
-                unknown: set[int] = set()
-                found = disk.values(monitor, functools.partial(check_known, disk, unknown))
+                found, unknown = disk.values(monitor)
                 # The directories may have different saves of a step, with the metric or without.
-                counted = found if len(disks) == 1 else committed_steps(disk.directory)
-                for step in set(counted).difference(unknown):
-                    if (term := counted_term(disk, step)) is not None:
-                        value = found.get(step, math.nan)
-                        copies.setdefault(step, []).append((term, value, disk))
+                counted = {*found, *unknown} if len(disks) == 1 else committed_steps(disk.directory)
+                for step in counted:
+                    error, term = unknown.get(step), counted_term(disk, step)
+                    if term is not None and not isinstance(error, CorruptionError):
+                        copy = _Copy(term, found.get(step, math.nan), error, disk)
+                        copies.setdefault(step, []).append(copy)
             values: dict[int, float] = {}
             having: dict[int, list[StepDirectories]] = {}
-            for step, of_step in copies.items():
-                of_step.sort(key=lambda copy: -copy[0])  # The latest term first, as in a restore.
-                if len(of_step) > 1 and of_step[0][1] != of_step[1][1]:
-                    del of_step[: lacks_files(of_step[0][2], step)]
-                values[step] = of_step[0][1]
-                having[step] = [disk for _, _, disk in of_step]
+            for step, of_step in copies.items():  # The latest term counts, as in a restore.
+                of_step.sort(key=lambda copy: (-copy.term, copy.error is not None))
+                has_others = any(copy.value != of_step[0].value for copy in of_step[1:])
+                if has_others and lacks_files(of_step[0].disk, step):
+                    of_step.pop(0)
+                if of_step[0].error is not None:
+                    raise of_step[0].error
+                values[step] = of_step[0].value
+                having[step] = [copy.disk for copy in of_step]
             values = {step: value for step, value in values.items() if not math.isnan(value)}
             others: list[int] = []
 
@@ -224,12 +227,14 @@ class Retention:
                 raise CorruptionError(f"step {step} is not on the lineage of {lineage}")
 
         unknown: set[int] = set()  # Any of these may be the best.
-        chosen = self.choose(
-            (step for step in listed_steps(disk.directory) if step <= saved),
-            lambda: disk.values(self.monitor or "", lambda step, _: unknown.add(step)),
-            disk.ages,
-            check,
-        )
+
+        def values() -> dict[int, float]:
+            found, errors = disk.values(self.monitor or "")
+            unknown.update(errors)
+            return found
+
+        steps = (step for step in listed_steps(disk.directory) if step <= saved)
+        chosen = self.choose(steps, values, disk.ages, check)
         chosen.retained.update(unknown)
         retained = {saved, *in_use, *leased_steps(disk.directory), *chosen.newest}
         for step in chosen.retained - retained:

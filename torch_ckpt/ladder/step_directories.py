@@ -222,16 +222,13 @@ class StepDirectories:
         wait_on_all(group, path / ".metadata", "the save of this step", timeout_s=timeout_s)
         return FastReader(path.checkpoint_id, **self._reader)
 
-    def values(
-        self,
-        monitor: str,
-        unknown: Callable[[int, CheckpointError], None] = lambda step, error: None,
-    ) -> dict[int, float]:
+    def values(self, monitor: str) -> tuple[dict[int, float], dict[int, CheckpointError]]:
         """Returns the metric of each committed step that has one, except NaNs.
 
-        Calls ``unknown`` for each step whose metrics cannot be read now or are damaged, perhaps
-        more than once. Warns once of damaged ones.
+        Also returns why the metrics of others cannot be read now, or that they are damaged. Warns
+        once of damaged ones.
         """
+        unknown: dict[int, CheckpointError] = {}
 
         def scan() -> tuple[dict[int, float], list[int]]:
             found, absent = {}, []
@@ -243,7 +240,7 @@ class StepDirectories:
                 except CheckpointError as error:
                     if isinstance(error, CorruptionError):
                         self._warn_once(f"{path.name}/metrics", f"{error}; it may be the best step")
-                    unknown(step, error)
+                    unknown[step] = error.with_traceback(None)  # It would refer to this frame.
                     continue
                 if is_absent:
                     absent.append(step)
@@ -251,7 +248,7 @@ class StepDirectories:
                     found[step] = value
             return found, absent
 
-        return agreed(scan, lambda found: found[0] != {} and not found[1])[0]
+        return agreed(scan, lambda found: found[0] != {} and not found[1])[0], unknown
 
     def remove(self, steps: Sequence[int]) -> None:
         """Removes steps, except leased steps, and those to which a remaining step is a link.

@@ -185,6 +185,7 @@ class Run(Saver, StepLoads):
                 *(self._group, places, self._disks, lineage, self.retention),
                 PromotionFailures(self._location, on_failure, max_failures),
                 keep=keep_local,
+                has_agent=bool(agent),
                 timeout_s=timeout_s,
             )
             backend = self._backend = backend_for(
@@ -329,7 +330,7 @@ class Run(Saver, StepLoads):
         Raises:
             CheckpointError: The background save failed; the message names its step.
             RankTimeoutError: A rank was late, stuck or dead.
-            StorageError: The directory cannot be read.
+            StorageError: The directory cannot be read, or the metrics of a step there.
             ValueError: The run has no ``monitor``.
         """
         self._check_open()

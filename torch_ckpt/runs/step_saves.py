@@ -202,7 +202,8 @@ class StepSaves:
 
         def begin(reports: list[Report | None]) -> _Begun | CheckpointError:
             self._promotion.heard_from([each for each in reports[1:] if each is not None])
-            if not is_last and (unpromoted := self._promotion.check()) is not None:
+            may_stop = not is_last and self.lineage.term.number  # The first save removes old steps.
+            if may_stop and (unpromoted := self._promotion.check()) is not None:
                 return unpromoted
             choice = self._promotion.choice(step)
             former_term = self.lineage.term.number

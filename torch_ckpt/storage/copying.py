@@ -313,7 +313,8 @@ class CheckpointCopy:
             if partial is not target:
                 rename(partial, target)
         except BaseException:
-            partial.discard()
+            if partial is not target:  # A store has no incomplete file, but perhaps another's.
+                partial.discard()
             raise
 
 
