@@ -398,7 +398,7 @@ def main() -> None:
             beside("nice", "-n", str(LAST), sys.executable, "-m", "mypy"),
             beside(sys.executable, __file__, "cpp"),
         ):
-            run_pytest("-m", "small or not framework", workers=4)
+            run_pytest("-m", "small or not framework", workers=3)
 
 
 if __name__ == "__main__":

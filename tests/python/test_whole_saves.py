@@ -67,7 +67,7 @@ def test_a_save_on_the_lineage_counts_before_one_of_a_later_term() -> None:
 def _machines(tmp_path: Path) -> MachineDirectories:
     """The coordinator's directory, of three; the run is in term 2, which builds on step 7."""
     run = Location(tmp_path / "run")
-    take_term(run, {})
+    take_term(run, {0: 0})
     assert take_term(run, {1: 7}).number == 2
     return MachineDirectories(Location(tmp_path / "local"), Places((0, 1, 2), 0), run)
 
