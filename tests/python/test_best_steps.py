@@ -75,6 +75,22 @@ def test_a_failed_read_of_metrics_removes_no_step(
     assert steps_in(tmp_path) == [10, 40]
 
 
+def test_metrics_that_a_second_scan_reads_are_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = save_all(Run(tmp_path, monitor="loss"), {10: 1.0})
+    real, failures = Location.read, [StorageError("cannot read it", errno.EIO)]
+
+    def fails_once(file: Location, *arguments: Any, **options: Any) -> Any:
+        if file.name == "metrics.json" and failures:
+            raise failures.pop()
+        return real(file, *arguments, **options)
+
+    monkeypatch.setattr(Location, "read", fails_once)
+    assert run.best_step() == 10
+    assert not failures
+
+
 def test_a_step_with_damaged_metrics_is_not_removed(tmp_path: Path) -> None:
     run = save_all(Run(tmp_path, keep_best=1, monitor="loss"), {10: 1.0, 20: 2.0})
     (tmp_path / "step-10/metrics.json").write_text('{"loss": 1.0')

@@ -1215,13 +1215,19 @@ def test_an_old_version_that_was_removed_makes_no_version_whole(root: str) -> No
     assert not version_of(root, 4).is_whole
 
 
-def test_a_delta_that_arrives_when_its_data_was_removed_is_no_version(root: str) -> None:
+def removed_delta(root: str) -> tuple[Location, bytes]:
+    """The file of a delta whose version was removed, and its contents: a store may get it late."""
     with Publisher(root, record=False) as older:
         for version in (1, 2):
             publish_and_wait(older, version, weights(version))
-    late = Location(root) / "version-2/delta.json"
-    contents = late.read()
-    (Location(root) / "version-2").remove_all()
+    file = Location(root) / "version-2/delta.json"
+    contents = file.read()
+    file.parent.remove_all()
+    return file, contents
+
+
+def test_a_delta_that_arrives_when_its_data_was_removed_is_no_version(root: str) -> None:
+    late, contents = removed_delta(root)
     with Publisher(root, record=False) as newer:
         publish_and_wait(newer, 5, weights(5))
         late.parent.create_directories()
@@ -1236,12 +1242,7 @@ def test_a_delta_that_arrives_when_its_data_was_removed_is_no_version(root: str)
 
 
 def test_a_delta_that_arrives_beside_a_whole_version_does_not_hide_it(root: str) -> None:
-    with Publisher(root, record=False) as older:
-        for version in (1, 2):
-            publish_and_wait(older, version, weights(version))
-    late = Location(root) / "version-2/delta.json"
-    contents = late.read()
-    (Location(root) / "version-2").remove_all()
+    late, contents = removed_delta(root)
     with Publisher(root, record=False) as newer:
         publish_and_wait(newer, 2, weights(7))
         late.parent.create_directories()

@@ -146,9 +146,8 @@ def take_term(
         names = [_names(place) for place in places]
         for place, found in zip(places, names, strict=True):
             _check_use(place, found, lineage)
-        number = (
-            max([*lineage, *(n for each in names for n in _numbers_among(each))], default=0) + 1
-        )
+        taken = (number for found in names for number in _numbers_among(found))
+        number = max([*lineage, *taken], default=0) + 1
         term = Term(number, lineage, socket.gethostname(), os.getpid(), str(run), time.time(), job)
         file = run / f"term-{number}"
         try:

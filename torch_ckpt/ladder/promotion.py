@@ -170,7 +170,7 @@ class OldSteps:
             self._lineage.check()
             if is_absent and not has_checkpoint(self._local.path(attempt.step)):
                 return  # It is lost, and passed over next.
-            if is_absent and not attempt.is_of_source():
+            if is_absent and (attempt.copy is None or not attempt.copy.is_of_source):
                 return  # It was saved again. The new checkpoint is next.
             self.check_ids(self._run)
             if (is_absent or error.errno == EEXIST) and attempt.is_ended_by_another():

@@ -37,7 +37,7 @@ class Attempt:
         self._source, self._target = local.path(step), run.path(step)
         self.copy: CheckpointCopy | None = None
         self.is_stopped = False
-        self._term_before: int | None = None  # Of the step in the run, when the copy began.
+        self._term_before: int | None = None  # The step in the run had it when the copy began.
         self.failure: CheckpointError | None = None
 
     def stop(self, failure: CheckpointError | None = None, *, leaves: bool = False) -> None:
@@ -81,10 +81,6 @@ class Attempt:
             copy.copy_small_files()
 
         copy.commit(check)
-
-    def is_of_source(self) -> bool:
-        """Returns whether the copy is of the newest local save of the step."""
-        return self.copy is not None and self.copy.is_of_source
 
     def is_ended_by_another(self) -> bool:
         """Returns whether another job has committed the step or removed it in the run meanwhile."""

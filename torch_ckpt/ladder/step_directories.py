@@ -232,6 +232,7 @@ class StepDirectories:
 
         def scan() -> tuple[dict[int, float], list[int]]:
             found, absent = {}, []
+            unknown.clear()  # The last scan counts.
             for step in listed_steps(self.directory):
                 path = self.path(step)
                 try:
