@@ -131,8 +131,13 @@ def promotion_for(
     run_id = group.decide(activity, lambda: None, lambda _: claim(), timeout_s=timeout_s)
     whole, spread, values = group.decide(activity, parts, compare, timeout_s=timeout_s)
     here = {step for step, save in whole.items() if group.rank in save.ranks}
-    if isinstance(local, MachineDirectories):  # The coordinator chooses from those that it has.
-        here.update(s for s in spread if local.spread(s, whole[s], own, group, timeout_s))
+    for step in spread:  # The coordinator chooses from the steps that it has.
+        assert isinstance(local, MachineDirectories)
+        try:
+            local.spread(step, whole[step], own, group, timeout_s)
+            here.add(step)
+        except CheckpointError as error:  # On all ranks.
+            _LOG.warning("not all machines have the metadata of step %d: %s", step, error)
     if not places.is_first:
         check = functools.partial(check_owner, local.directory, run_id, may_be_gone=True)
         return WithoutPromotion(check_owner=check)

@@ -7,7 +7,6 @@ whole if all data files that its index names exist on some machine that has a pa
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,8 +31,6 @@ from torch_ckpt.storage.verify import check_here
 from torch_ckpt.storage.writer import FastWriter
 
 __all__ = ["MachineDirectories", "Part", "WholeSave", "part_in", "parts_in", "whole_saves"]
-
-_LOG = logging.getLogger("torch_ckpt")
 
 _SPREADING = "spreading the metadata of a step"
 
@@ -155,7 +152,7 @@ class MachineDirectories(StepDirectories):
         try:
             save = group.decide(_SPREADING, report, choose, timeout_s=timeout_s)
             if save is not None:
-                self.spread(step, save, own, group, timeout_s, must=True)
+                self.spread(step, save, own, group, timeout_s)
         except (CorruptionError, NotFoundError) as error:  # On all ranks.
             failures: dict[int, tuple[BaseException, StackSummary]] = {0: (error, StackSummary())}
             raise CheckpointException(str(error), failures) from error
@@ -180,49 +177,30 @@ class MachineDirectories(StepDirectories):
         return [step for step in found if newest.has(step, whole[step].term)]
 
     def spread(
-        self,
-        step: int,
-        save: WholeSave,
-        own: Mapping[int, Part],
-        group: Group,
-        timeout_s: float,
-        *,
-        must: bool = False,
-    ) -> bool:
-        """Writes what machines lack of a whole save; returns whether this rank's machine has it.
+        self, step: int, save: WholeSave, own: Mapping[int, Part], group: Group, timeout_s: float
+    ) -> None:
+        """Writes the small files, the index and the metadata of a whole save on all machines.
 
-        That is the small files, the index and the metadata. ``own`` are the parts of this machine.
-        If a machine cannot write them, it logs a warning; if it ``must``, it raises on all ranks.
+        Machines that have a part of the save keep it. ``own`` are the parts of this machine. Called
+        on all ranks. Raises CheckpointError on all ranks if a machine cannot read or write them.
         """
         path, source = self.path(step), save.ranks[0]
 
         def read() -> _Files | None:
-            if group.rank == source:
-                with attempt():
-                    metadata, index = path / ".metadata", path / index_name(save.save_id)
-                    names = SMALL_FILES.intersection(path.names())
-                    small = {name: (path / name).read() for name in names}
-                    return small, index.read(), metadata.read(), metadata.modified_s()
-            return None
+            if group.rank != source:
+                return None
+            metadata, index = path / ".metadata", path / index_name(save.save_id)
+            names = SMALL_FILES.intersection(path.names())
+            small = {name: (path / name).read() for name in names}
+            return small, index.read(), metadata.read(), metadata.modified_s()
 
-        def write() -> bool:
-            if self._places.is_first and group.rank not in save.ranks and files is not None:
-                with attempt():
-                    self._write_part(step, save.save_id, own.get(step), files)
-                    return True
-            return group.rank in save.ranks
-
-        @contextlib.contextmanager
-        def attempt() -> Iterator[None]:
-            try:
-                yield
-            except CheckpointError as error:
-                if must:
-                    raise
-                _LOG.warning("step %d of other machines is not in %s: %s", step, self.place, error)
+        def write() -> None:
+            if self._places.is_first and group.rank not in save.ranks:
+                assert files is not None
+                self._write_part(step, save.save_id, own.get(step), files)
 
         files = group.decide(_SPREADING, read, lambda each: each[source], timeout_s=timeout_s)
-        return group.decide(_SPREADING, write, list, timeout_s=timeout_s)[group.rank]
+        group.decide(_SPREADING, write, lambda _: None, timeout_s=timeout_s)
 
     def _write_part(self, step: int, save_id: str, seen: Part | None, files: _Files) -> None:
         """Replaces the part of this machine, which was ``seen``, by one without data files."""

@@ -9,6 +9,7 @@ __all__ = ["STOCK_COPY_AHEAD", "buffer_pools", "retained_nbytes_limit", "useful_
 
 STOCK_COPY_AHEAD = 10_000_000
 _MIN_BLOCK_NBYTES = 64 << 10
+_LITTLE_NBYTES = 512 << 10  # Pickled objects, whose size is unknown, may follow the data.
 
 
 def buffer_pools(
@@ -27,9 +28,10 @@ def buffer_pools(
     """
     budget_nbytes = copy_ahead if copy_ahead != STOCK_COPY_AHEAD else io.buffer_nbytes // count
     # A thread needs two blocks, so blocks are smaller if many threads share the budget.
-    block_nbytes = max(
-        _MIN_BLOCK_NBYTES, min(io.block_nbytes(file_system), budget_nbytes // 2 // 4096 * 4096)
-    )
+    block_nbytes = min(io.block_nbytes(file_system), budget_nbytes // 2 // 4096 * 4096)
+    if file_system.writes_at_offsets:  # All pages are allocated at once, also for little data.
+        block_nbytes = min(block_nbytes, max(nbytes // count // 4096 * 4096, _LITTLE_NBYTES))
+    block_nbytes = max(_MIN_BLOCK_NBYTES, block_nbytes)
     pool_nbytes = useful_buffer_nbytes(nbytes // count, budget_nbytes, block_nbytes, file_system)
     if len(pools) == count and all(pool.nbytes >= pool_nbytes for pool in pools):
         return pools
