@@ -17,13 +17,14 @@ from torch_ckpt.filesystems.location import Location
 FILES = {"metrics.json": '{"loss": "1,5 \u20ac\0"}'.encode(), "branch.json": b""}
 
 
+@pytest.mark.parametrize("base", [None, Location("/run/step-0")])
 @pytest.mark.parametrize("shared", [None, Location("/shared")])
 @pytest.mark.parametrize("files", [None, {}, FILES])
 @pytest.mark.parametrize("name", ["/run/step-1", '/{"a"}/\u20ac'])
 def test_a_destination_returns_from_its_text(
-    name: str, shared: Location | None, files: dict[str, bytes] | None
+    name: str, shared: Location | None, files: dict[str, bytes] | None, base: Location | None
 ) -> None:
-    made = Destination(Location(name), shared, files)
+    made = Destination(Location(name), shared, files, base)
     assert Destination.decode(made.encode()) == made
 
 
@@ -31,6 +32,8 @@ def test_the_text_of_an_earlier_version_is_read() -> None:
     assert Destination.decode("/run/step-1") == Destination(Location("/run/step-1"))
     both = Destination(Location("/disk/step-1"), Location("/run"))
     assert Destination.decode("/disk/step-1\0/run") == both
+    without_base = '{"directory": "/disk/step-1", "shared": "/run", "small_files": null}'
+    assert Destination.decode(without_base) == both
 
 
 def text_of(**changes: Any) -> str:
@@ -41,7 +44,13 @@ def text_of(**changes: Any) -> str:
     "text",
     [
         *("{", "{}", '{"directory": 1}', text_of(directory=None), text_of(shared=[])),
-        *(text_of(directory="/a\0b"), text_of(shared="\0"), "/a\0b\0c", '{"a":' * 100_000),
+        *(
+            text_of(directory="/a\0b"),
+            text_of(shared="\0"),
+            text_of(base=1),
+            "/a\0b\0c",
+            '{"a":' * 100_000,
+        ),
         *(text_of(small_files=files) for files in ([], ["metrics.json"], "", 0)),
         *(text_of(small_files={name: "x"}) for name in ("../../evil", "/evil", ".metadata", "")),
         *(text_of(small_files={"metrics.json": each}) for each in (None, 1, ["x"], "\ud800")),

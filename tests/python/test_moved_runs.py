@@ -68,6 +68,44 @@ def test_a_run_saves_nothing_to_another_directory_at_its_path_and_removes_nothin
     going.close()
 
 
+def _move_away(run: Path) -> None:
+    run.rename(run.with_name("moved"))
+
+
+READS: dict[str, Callable[[Run], object]] = {
+    "restore": lambda run: run.restore({"w": torch.zeros(9)}),
+    "restore of a step": lambda run: run.restore({"w": torch.zeros(9)}, step=3),
+    "latest_step": lambda run: run.latest_step(),
+    "best_step": lambda run: run.best_step(),
+    "step_at": lambda run: run.step_at("2999-01-01"),
+    "lease": lambda run: run.lease(3).__enter__(),
+}
+
+
+@pytest.mark.thin(2)
+@pytest.mark.parametrize("lose", [_replace, _unmount, _move_away])
+@pytest.mark.parametrize("options", [*OPTIONS, "local"])
+@pytest.mark.parametrize("read", READS)
+def test_a_run_reads_no_step_of_another_directory_at_its_path(
+    run: Path, other: Path, read: str, options: str, lose: Callable[[Path], object]
+) -> None:
+    """It would continue from the values of another run, or start over without an error."""
+    local = {"local": run.with_name("local")} if options == "local" else OPTIONS[options]
+    with Run(run, monitor="loss", **local) as going:
+        _save(going, 40)
+        going.wait(promoted=True)
+        lose(run)
+        if options == "local" and lose is not _replace:  # Its local steps are of this run.
+            assert going.restore({"w": torch.zeros(9)}) == 40
+        else:
+            with pytest.raises(CheckpointError, match=r"not the directory of this run|the id"):
+                READS[read](going)
+        if run.exists():
+            run.rename(run.with_name("third"))
+        run.with_name("moved").rename(run)
+        assert going.restore({"w": torch.zeros(9)}) == 40
+
+
 @pytest.mark.parametrize("options", OPTIONS)
 def test_a_run_creates_its_directory_again_if_nothing_is_at_its_path(
     run: Path, options: str
@@ -117,7 +155,8 @@ def test_a_run_may_begin_before_its_storage_is_mounted_or_mounted_again(
 def test_a_run_continues_after_a_program_has_removed_its_old_files(run: Path) -> None:
     with Run(run, keep_last=2) as going:
         _save(going, 40)
-        (run / "term-1").unlink()
+        for term in run.glob("term-*"):
+            term.unlink()
         for step in (50, 60):
             _save(going, step)
     assert _steps(run) == ["step-50", "step-60"]

@@ -19,6 +19,7 @@ from checkpoints import xxh3
 from command import run_command
 from support.states import same
 from support.store_server import StoreServer
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from waits import until
 
@@ -26,7 +27,7 @@ import torch_ckpt
 from torch_ckpt import FastReader, FastSavePlanner, FastWriter, IoOptions, Run
 from torch_ckpt.agent.memory import run_of
 from torch_ckpt.commits.checkpoint import CheckpointTransaction
-from torch_ckpt.errors import CorruptionError, StorageError
+from torch_ckpt.errors import StorageError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import open_committed
 from torch_ckpt.planning.value_digests import value_digests
@@ -420,22 +421,60 @@ def test_a_base_of_no_use_makes_a_save_write_everything(
     assert _written(tmp_path / "next") < 30_000
 
 
-def test_a_step_that_a_restore_found_damaged_is_no_base(tmp_path: Path) -> None:
+@pytest.mark.parametrize("damaged", [[1, 2], [2]], ids=["all", "newest"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_that_a_restore_found_damaged_is_no_base(
+    tmp_path: Path, memory: Path, mode: str, damaged: list[int]
+) -> None:
     """Otherwise all later steps would have its damage."""
     state = _frozen_and_tuned()
-    with Run(tmp_path) as run:
-        for step in range(2):
+    with Run(tmp_path, **MODES[mode]) as run:
+        for step in (1, 2):
             run.save(step, state)
-        for file in tmp_path.glob("step-1/*.distcp"):
-            if file.stat().st_nlink > 1:
-                data = bytearray(file.read_bytes())
-                data[MIB] ^= 1
-                file.write_bytes(data)  # That of step 0 as well.
-    with Run(tmp_path, verify="full") as run:
-        with pytest.raises(CorruptionError):
-            run.restore(_blank(state))
-        run.save(2, state)
-    _check(state, tmp_path / "step-2")
+    for step in damaged:
+        for file in tmp_path.glob(f"step-{step}/*.distcp"):
+            data = bytearray(file.read_bytes())
+            data[len(data) // 2] ^= 1
+            file.unlink()  # Another step may have a link.
+            file.write_bytes(data)
+    with Run(tmp_path, **MODES[mode]) as run:
+        loaded = _blank(state)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # It is passed over.
+            if damaged == [2]:
+                assert run.restore(loaded) == 1
+            else:
+                with pytest.raises(CheckpointException):
+                    run.restore(loaded)
+        run.save(3, state)
+        run.wait()
+    _check(state, tmp_path / "step-3")
+    assert (_written(tmp_path / "step-3") < 30_000) == (damaged == [2])
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("step", [None, 2], ids=["newest", "given"])
+def test_a_local_step_that_a_restore_found_damaged_is_no_base_if_the_run_has_it_sound(
+    tmp_path: Path, memory: Path, mode: str, step: int | None
+) -> None:
+    local, state = tmp_path / "local", _frozen_and_tuned()
+    with Run(tmp_path / "run", local=local, **MODES[mode]) as run:
+        for number in (1, 2):
+            run.save(number, state)
+            _tune(state)
+    largest = max((local / "step-2").glob("*.distcp"), key=lambda file: file.stat().st_size)
+    contents = bytearray(largest.read_bytes())
+    contents[len(contents) // 2] ^= 1
+    largest.write_bytes(contents)
+    with Run(tmp_path / "run", local=local, **MODES[mode]) as run:
+        loaded = _blank(state)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # It is passed over there.
+            assert run.restore(loaded, step=step) == 2
+        _tune(loaded)
+        run.save(3, loaded)
+        run.wait()
+        _check(loaded, local / "step-3")
 
 
 def test_steps_do_not_gather_small_files(tmp_path: Path) -> None:

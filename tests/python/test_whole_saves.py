@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -64,9 +65,10 @@ def test_a_save_on_the_lineage_counts_before_one_of_a_later_term() -> None:
 
 
 @pytest.fixture(name="machines")
-def _machines(tmp_path: Path) -> MachineDirectories:
+def _machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MachineDirectories:
     """The coordinator's directory, of three; the run is in term 2, which builds on step 7."""
     run = Location(tmp_path / "run")
+    monkeypatch.setattr(time, "time", lambda: 0.0)  # Terms are counted from 1.
     take_term(run, {0: 0})
     assert take_term(run, {1: 7}).number == 2
     return MachineDirectories(Location(tmp_path / "local"), Places((0, 1, 2), 0), run)

@@ -36,11 +36,13 @@ class Destination(NamedTuple):
         shared: Directory of the run, if the machines do not share the checkpoint's directory.
         small_files: Contents of the small files of the step, by name. ``None`` if the save has no
             such files, and does not change existing ones.
+        base: Directory of an older checkpoint, from which the save takes unchanged data.
     """
 
     directory: Location
     shared: Location | None = None
     small_files: Mapping[str, bytes] | None = None
+    base: Location | None = None
 
     @classmethod
     def resolved(
@@ -48,9 +50,11 @@ class Destination(NamedTuple):
         directory: str | os.PathLike[str],
         shared: Location | None = None,
         small_files: Mapping[str, bytes] | None = None,
+        base: str | os.PathLike[str] | None = None,
     ) -> Destination:
         """Returns the destination with links resolved, for the agent: links may change later."""
-        made = cls(Location(directory).resolved(), shared, small_files)
+        older = None if base is None else Location(base).resolved()
+        made = cls(Location(directory).resolved(), shared, small_files, older)
         if unknown := sorted(set(small_files or ()) - SMALL_FILES):
             raise ValueError(
                 f"cannot save to {made.directory!r}: {unknown[0]!r} is no small file of a step, "
@@ -74,8 +78,9 @@ class Destination(NamedTuple):
 
         Raises CorruptionError if the text is no encoded destination.
         """
-        directory, shared, small_files = _decoded(text)
-        return cls(Location(directory), Location(shared) if shared else None, small_files)
+        directory, shared, small_files, base = _decoded(text)
+        others = Location(shared) if shared else None, small_files, Location(base) if base else None
+        return cls(Location(directory), *others)
 
     @classmethod
     def of(cls, snapshot: _native.StoredSnapshot) -> Destination:
@@ -84,12 +89,13 @@ class Destination(NamedTuple):
 
     def encode(self) -> str:
         """Returns the path of the directory, or a JSON object if further fields are set."""
-        if self.shared is None and self.small_files is None:
+        if self[1:] == (None, None, None):
             return str(self.directory)
         facts: dict[str, object] = {
             "directory": str(self.directory),
             "shared": None if self.shared is None else str(self.shared),
             "small_files": None,
+            "base": None if self.base is None else str(self.base),
         }
         if self.small_files is not None:
             texts = {name: each.decode() for name, each in self.small_files.items()}
@@ -97,19 +103,20 @@ class Destination(NamedTuple):
         return json.dumps(facts, ensure_ascii=False)
 
 
-def _decoded(text: str) -> tuple[str, str | None, dict[str, bytes] | None]:
-    """Returns the directory, the shared directory and the small files."""
+def _decoded(text: str) -> tuple[str, str | None, dict[str, bytes] | None, str | None]:
+    """Returns the directory, the shared directory, the small files and the base."""
     directory, _, rest = text.partition("\0")  # Earlier versions wrote one or two paths.
     facts: object = {"directory": directory, "shared": rest or None, "small_files": None}
     with contextlib.suppress(ValueError):  # Not JSON, or not UTF-8.
         match from_json(text, dict) if text.startswith("{") else facts:
-            case {"directory": str(name), "shared": shared, "small_files": files} if (
+            case {"directory": str(name), "shared": shared, "small_files": files, **more} if (
                 isinstance(shared, str | None)
-                and "\0" not in f"{name}{shared}"
+                and isinstance(base := more.get("base"), str | None)
+                and "\0" not in f"{name}{shared}{base}"
                 and _are_small_files(files)
             ):
                 contents = files and {each: content.encode() for each, content in files.items()}
-                return name, shared, contents
+                return name, shared, contents, base
     raise CorruptionError(f"a save in memory has no sound destination: {text[:_SHOWN]!r}")
 
 

@@ -32,9 +32,8 @@ class AgentOptions:
             process.
         check_replicas: How to check that replicas are equal; see
             :class:`~torch_ckpt.storage.writer.FastWriter`.
-        reuse: Whether to skip writing tensors that have not changed since the last save of the
-            agent; see ``base`` of :class:`~torch_ckpt.storage.writer.FastWriter`. A ``Run`` sets
-            it.
+        reuse: Whether saves store digests, and take unchanged tensors from their ``base``; see
+            :class:`~torch_ckpt.storage.writer.FastWriter`. A ``Run`` sets it.
         replicas: 1 to also send each save to the memory of another machine, the buddy of this one.
             If a machine is lost, the others and its replacement can then restore the save from
             memory. Doubles the memory for slots.

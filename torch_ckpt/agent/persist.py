@@ -110,7 +110,7 @@ def transaction_of(snapshot: _native.StoredSnapshot, save_id: str) -> Checkpoint
 
     A snapshot may be old when it is persisted, so it must not supersede a save committed meanwhile.
     """
-    directory, _, small_files = Destination.of(snapshot)
+    directory, _, small_files, _ = Destination.of(snapshot)
     return CheckpointTransaction(
         directory, save_id, sync=snapshot.sync, supersedes=False, small_files=small_files
     )

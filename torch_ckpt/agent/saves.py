@@ -26,7 +26,6 @@ from torch_ckpt.agent.options import AgentOptions
 from torch_ckpt.agent.persist import Writing, persist
 from torch_ckpt.agent.slots import SlotFile, Slots, SlotScan
 from torch_ckpt.errors import CheckpointError, NotFoundError, StorageError
-from torch_ckpt.filesystems.location import Location
 from torch_ckpt.planning.replica_check import Difference
 from torch_ckpt.stored_json import from_json
 
@@ -40,7 +39,6 @@ _MAX_MARKS = 16
 _MIN_POLL_S, _MAX_POLL_S = 0.05, 1.0
 """Poll interval for files of other machines; grows, to spare a busy file server."""
 
-_DIGITS = re.compile(r"\d+")
 _DONE = re.compile(r"done-([0-9a-f]{32})-(\d+)")
 
 
@@ -92,7 +90,6 @@ class Saves:
             Save, Failure
         ] = {}  # Also if the file of the failure cannot be written.
         self._answers: dict[str, Answers] = {}
-        self._last: Location | None = None  # The last checkpoint that this agent has written.
         self.is_running = False
         """Whether a save is in progress."""
         matches = filter(None, map(_DONE.fullmatch, os.listdir(folder)))
@@ -163,9 +160,8 @@ class Saves:
         error: BaseException | None = None
         differences: Sequence[Difference] = ()
         try:
-            directory = self._claim_directory(save, slots)
-            differences = self._persist(slots, directory)
-            self._last = directory
+            self._claim_directory(save, slots)
+            differences = self._persist(slots)
         except BaseException as problem:
             error = problem
         with self._changed:
@@ -226,14 +222,14 @@ class Saves:
             memories = [slot.memory for slot in entry.slots if slot.memory is not None]
             files = manifests_of(memories[0])
             try:
-                directory = self._claim_directory(save, entry.slots)
+                self._claim_directory(save, entry.slots)
             except (NotFoundError, StorageError) as error:
                 failure = files.failure_of(error)
                 publish(files, {"epoch": None, "failure": failure})
                 raise_failure(failure)
             entry.joint = JointSave(
                 memories,
-                self._writing(directory),
+                self._writing(entry.slots[0]),
                 check_replicas=options.check_replicas,
                 timeout_s=options.peers_timeout_s,
                 is_shutting_down=lambda: self._is_shutting_down(save),
@@ -246,10 +242,7 @@ class Saves:
         return False
 
     def _advance(self, save: Save, entry: _PendingSave) -> bool:
-        if entry.joint is None or not entry.joint.advance():
-            return False
-        self._last = entry.joint.directory
-        return True
+        return entry.joint is not None and entry.joint.advance()
 
     def _update_pending(self, pending: dict[Save, _PendingSave]) -> list[JointSave]:
         """Adds and orders pending saves; removes and returns the saves no longer pending."""
@@ -294,43 +287,39 @@ class Saves:
                 self._failure(save).write_text(json.dumps(self._failures[save]))
         self._changed.notify_all()
 
-    def _claim_directory(self, save: Save, slots: list[SlotFile]) -> Location:
-        """Returns the directory of the checkpoint. Raises if it no longer belongs to its run."""
+    def _claim_directory(self, save: Save, slots: list[SlotFile]) -> None:
+        """Raises if the directory of the checkpoint no longer belongs to its run."""
         assert slots[0].memory is not None
         snapshot = slots[0].memory.read()
         if not snapshot.directory:
             raise CheckpointError("cannot persist the save: it has no directory")
-        directory, shared, files = Destination.of(snapshot)
+        directory, shared, files, _ = Destination.of(snapshot)
         if shared is not None:
             # One for all saves: each call to a directory that never answers leaves a thread.
             answers = self._answers.setdefault(str(shared), Answers(shared))
             answers.get(functools.partial(check_shared, shared, self._folder))
         may_recreate = self._is_live(save)
         claim_directory(directory.parent, self._folder, files, may_recreate=may_recreate)
-        return directory
 
-    def _persist(self, slots: list[SlotFile], directory: Location) -> list[Difference]:
+    def _persist(self, slots: list[SlotFile]) -> list[Difference]:
         memories = [slot.memory for slot in slots if slot.memory is not None]
         snapshots = [memory.read() for memory in memories]
         headers = [memory.header() for memory in memories]
         options = self._options()
         differences = persist(
             snapshots,
-            self._writing(directory),
+            self._writing(slots[0]),
             check_replicas=options.check_replicas,
             is_current=lambda: [memory.header() for memory in memories] == headers,
         )
         _log.info("step %d is on disk", headers[0].step)
         return differences
 
-    def _writing(self, directory: Location) -> Writing:
-        """Returns how to write a save. Its base is the last save that was written."""
-        options = self._options()
-        if self._last is None and options.reuse:
-            self._last = _newest_beside(directory)  # An earlier agent wrote it.
-        base = self._last
-        if base is not None and str(base) == str(directory):
-            base = None
+    def _writing(self, slot: SlotFile) -> Writing:
+        """Returns how to write a save, of which this is the slot of a rank."""
+        assert slot.memory is not None
+        options, destination = self._options(), Destination.of(slot.memory.read())
+        base = None if destination.base == destination.directory else destination.base
         return Writing(options.io, options.reuse, base)
 
     def _failure(self, save: Save) -> Path:
@@ -349,20 +338,6 @@ def _failure(facts: list[object]) -> Failure:
         case [str(kind), str(text), int(number)]:
             return kind, text, number
     raise ValueError(f"{facts!r} is not a failure")
-
-
-def _newest_beside(directory: Location) -> Location | None:
-    """Returns the newest checkpoint beside another one whose name differs only in its numbers."""
-    found = []
-    form = _DIGITS.sub("0", directory.name)
-    with contextlib.suppress(CheckpointError):  # Then the save has no base.
-        for name in directory.parent.names() if _DIGITS.search(form) else ():
-            if _DIGITS.sub("0", name) == form:
-                path = directory.parent / name
-                committed_s = (path / ".metadata").modified_s()
-                if committed_s is not None:
-                    found.append((committed_s, name))
-    return directory.parent / max(found)[1] if found else None
 
 
 def _progress(pending: dict[Save, _PendingSave]) -> list[tuple[Save, tuple[bool, bool]]]:

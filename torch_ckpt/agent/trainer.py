@@ -193,6 +193,7 @@ class SnapshotAgent:
         sync: bool = True,
         persist: bool = True,
         small_files: Mapping[str, bytes] | None = None,
+        base: str | os.PathLike[str] | None = None,
     ) -> StagedSave | None:
         """Copies the state of this rank to a slot. Training stops only for this copy.
 
@@ -211,6 +212,8 @@ class SnapshotAgent:
                 :meth:`persist` is called, or if it is the newest when the trainers end or die.
             small_files: Contents of the small files of a step, by name, equal on all ranks. They
                 are written beside the checkpoint when it is committed. ``None``: no such files.
+            base: Directory of an older checkpoint, equal on all ranks. If the options of the agent
+                have ``reuse``, tensors that have not changed since are not written again.
 
         Returns:
             The staged save; ``None`` if this rank skipped it.
@@ -228,7 +231,7 @@ class SnapshotAgent:
 
         def list_items() -> tuple[Destination, SlotContents]:
             nonlocal target
-            target = Destination.resolved(directory, self._shared, small_files)
+            target = Destination.resolved(directory, self._shared, small_files, base)
             return target, SlotContents.of(state_dict)
 
         using = self._staging.use_by_all("stage a snapshot", self._stages, self.timeout_s)
@@ -322,6 +325,7 @@ class SnapshotAgent:
         sync: bool = True,
         persist: bool = True,
         small_files: Mapping[str, bytes] | None = None,
+        base: str | os.PathLike[str] | None = None,
     ) -> Future[None] | None:
         """Saves the state in the background; returns once the state has been copied.
 
@@ -332,6 +336,7 @@ class SnapshotAgent:
             sync: Whether the checkpoint must survive a power cut.
             persist: Whether the agent writes the save to disk; see :meth:`stage`.
             small_files: Contents of the small files of a step; see :meth:`stage`.
+            base: Directory of an older checkpoint; see :meth:`stage`.
 
         Returns:
             A future of the commit; done at once if not ``persist``. ``None`` if skipped.
@@ -340,7 +345,8 @@ class SnapshotAgent:
             CheckpointError: The state could not be staged; see :meth:`stage` for the other errors.
         """
         phases = Phases("staging")
-        options: dict[str, Any] = {"step": step, "sync": sync, "small_files": small_files}
+        options: dict[str, Any] = {"step": step, "sync": sync}
+        options |= {"small_files": small_files, "base": base}
         self._newest = None  # Until it is staged: an interrupt must not withdraw the save before.
         with self._exclusive.use_by_all("save with the agent", self._stages, self.timeout_s):
             staged = self.stage(state_dict, directory, persist=persist, **options)

@@ -6,6 +6,10 @@ that the job saves records the number of the term in ``.metadata``. Every commit
 later term: a job that was believed dead, but still runs, replaces no step of its successor. A local
 directory of the run contains the file as well, for jobs of the same machine.
 
+The number of a term is the time when it began, in milliseconds since 1970, and larger than all that
+its job has found, even if the clock is wrong. So the order of the jobs is that of their numbers,
+also if the directory of the run was lost, and steps of a job are on a machine that was away.
+
 The file also records the lineage: the former terms, and the newest step of each that this job
 builds on. A restore ignores all other steps. A step without a term number, such as one that stock
 DCP saved, has term 0.
@@ -55,8 +59,7 @@ _TERM = re.compile(r"term-([1-9][0-9]{0,17})")
 _KEPT = 20
 """Number of former terms whose files remain.
 
-They keep jobs that begin at the same time from taking the same number, and allow a job to continue
-from an abandoned branch.
+They allow a job to continue from an abandoned branch.
 """
 
 _LAST_S = 253_402_300_799.0
@@ -147,8 +150,10 @@ def take_term(
         for place, found in zip(places, names, strict=True):
             _check_use(place, found, lineage)
         taken = (number for found in names for number in _numbers_among(found))
-        number = max([*lineage, *taken], default=0) + 1
-        term = Term(number, lineage, socket.gethostname(), os.getpid(), str(run), time.time(), job)
+        began_s = time.time()
+        now_ms = int(1000 * min(max(0.0, began_s), _LAST_S))  # The clock may be wrong.
+        number = max([now_ms, *(1 + former for former in (*lineage, *taken))])
+        term = Term(number, lineage, socket.gethostname(), os.getpid(), str(run), began_s, job)
         file = run / f"term-{number}"
         try:
             file.write(_encoded(term), sync=True)
@@ -166,7 +171,7 @@ def take_term(
                 (place / file.name).discard()
             raise
         for place in places:
-            _remove_former(place, number)
+            _remove_former(place)
         return term
     raise StorageError(f"cannot begin a term in {run}: other jobs begin terms at the same time")
 
@@ -312,17 +317,12 @@ def _newest_among(run: Location, names: Collection[str]) -> Term:
     return next(filter(None, (term_at(run, number) for number in numbers)), Term())
 
 
-def _remove_former(run: Location, number: int) -> None:
+def _remove_former(run: Location) -> None:
     """Removes the files of old terms. If that fails, the next term removes them."""
     with contextlib.suppress(CheckpointError):
-        for former in _numbers(run):
-            if former < number - _KEPT:
-                (run / f"term-{former}").discard()
-
-
-def _numbers(run: Location) -> list[int]:
-    """Returns the numbers of the terms that have a file, the newest first."""
-    return sorted(_numbers_among(_names(run)), reverse=True)
+        numbers = sorted(_numbers_among(_names(run)), reverse=True)
+        for former in numbers[1 + _KEPT :]:
+            (run / f"term-{former}").discard()
 
 
 def _names(run: Location) -> list[str]:

@@ -126,6 +126,7 @@ class Ladder:
         self._lineage, self._ready = lineage, ready
         # On the coordinator, from the last choice: the newest term, and steps outside its lineage.
         self._term, self._left = Term(), list[int]()
+        self._damaged: list[_Found] = []  # By the last restore.
         self.loaded: LoadReport | None = None
         """What the last restore did; ``None`` if it loaded nothing."""
 
@@ -139,7 +140,7 @@ class Ladder:
 
     def restore(self, state: dict[str, Any], strict: bool | None = None) -> int | None:
         """Loads the newest sound step and returns it; ``None`` if no step was committed."""
-        self.loaded = None
+        self.loaded, self._damaged = None, []
         given: dict[str, object] = {"step": None, "strict": strict}
         tried: list[_Found] = []
         failure: CheckpointException | None = None
@@ -151,6 +152,7 @@ class Ladder:
                 except CheckpointException as error:
                     if not _is_damage(error):
                         raise
+                    self._damaged.append(found)
                     passed_over = (
                         f"step {found.step} is passed over in {self._rungs[found.rung].place}"
                     )
@@ -190,7 +192,7 @@ class Ladder:
             found.sort(key=lambda each: (not self._term.has(step, each.term), -each.term))
             return found, max([step, *(max(steps, default=step) for steps in memory.values())])
 
-        self.loaded = None
+        self.loaded, self._damaged = None, []
         given = {"step": step, "strict": strict}
         found, newest = self._decide(lambda: step_number(step), choose, given)
         for each in found:
@@ -199,15 +201,25 @@ class Ladder:
             except CheckpointException as error:
                 if each is found[-1] or not _is_damage(error):
                     raise
+                self._damaged.append(each)
             else:
                 break
         return found[0].step
 
+    def has_found_damaged(self, step: int, rung: Rung) -> bool:
+        """Returns whether the last restore has passed over a step on a rung because of damage."""
+        return any(each.step == step and self._rungs[each.rung] is rung for each in self._damaged)
+
     def reading(self, choose: Callable[[T], R]) -> Callable[[T], R]:
         """Returns a function that reads the directory and chooses, within the deadline."""
+
+        def read(answers: T) -> R:
+            self._lineage.check_place()
+            return choose(answers)
+
         what, directory = "cannot choose a step", self._directory
         return lambda answers: answered_within(
-            self._timeout_s, lambda: choose(answers), what, directory
+            self._timeout_s, lambda: read(answers), what, directory
         )
 
     def _decide(

@@ -134,9 +134,21 @@ class Lineage:
         ids of both directories instead (``OldSteps.check_ids``).
         """
         if self._term is not None:
-            check_term(self._run, self._term.number)
             if self._term.job and self._may_move and not self._is_gone():
                 check_directory(self._run, self._term.number, self._term.job)
+            check_term(self._run, self._term.number)
+
+    def check_place(self) -> None:
+        """Raises CheckpointError if the path leads to another directory than at the last save.
+
+        On the coordinator only, as :meth:`check`. Steps in that directory are not of this run.
+        """
+        if self._term is None or not self._term.job or self._run.local_path is None:
+            return
+        if self._is_gone():
+            raise other_directory(self._run, "it is gone")
+        may_be_empty = not self._is_alone  # Its local steps count in a new directory.
+        check_directory(self._run, self._term.number, self._term.job, may_be_empty=may_be_empty)
 
     def check_since_restore(self) -> None:
         """Raises as :meth:`check`, also if another job took a term since this process restored."""
@@ -156,9 +168,9 @@ class Lineage:
             self.check()
         elif self._term is not None:
             local = self._disks[0].directory
-            check_term(local, self._term.number)
             if self._term.job:
                 check_directory(local, self._term.number, self._term.job, may_be_empty=True)
+            check_term(local, self._term.number)
 
     def _is_gone(self) -> bool:
         """Returns whether nothing is at the path of a run on disk without a local directory."""

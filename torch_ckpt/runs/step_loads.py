@@ -122,6 +122,7 @@ class StepLoads(Ending):
         self._check_open()
         *local, run = self._disks
         self._saves.check_owner()
+        self._saves.lineage.check_place()
         has_step = (disk for disk in local if disk.has_whole(step))
         with lease(next(has_step, run).directory, step) as path:
             yield path.checkpoint_id
@@ -176,7 +177,8 @@ class StepLoads(Ending):
                 found = self._ladder.restore_step(state, step, strict)
             if record is not None:
                 record.step = found
-        self._saves.set_base(found)
+        if found is not None and not self._ladder.has_found_damaged(found, self._disks[0]):
+            self._saves.set_base(found)
         if found is not None:
             self._boundary.restored(found)
             self._schedule.restored(found)

@@ -50,8 +50,8 @@ class AgentBackend(ThreadBackend):
     """Saves through the agent of this machine. All ranks call the same methods.
 
     If the agent of any rank has too little memory, or cannot save the rank's state, all ranks save
-    without the agent from then on. The agent uses ``sync_files`` and the ``small_files`` of the
-    step from the writer.
+    without the agent from then on. The agent uses ``sync_files``, the ``base`` and the
+    ``small_files`` of the step from the writer.
     """
 
     def __init__(
@@ -86,6 +86,7 @@ class AgentBackend(ThreadBackend):
                         sync=self._writer.sync_files,
                         persist=persist,
                         small_files=self._writer.small_files,
+                        base=self._writer.base,
                     )
                 except Exception as error:
                     if _is_of_agent(error):  # The save continues without the agent.
