@@ -212,8 +212,7 @@ class SnapshotAgent:
                 :meth:`persist` is called, or if it is the newest when the trainers end or die.
             small_files: Contents of the small files of a step, by name, equal on all ranks. They
                 are written beside the checkpoint when it is committed. ``None``: no such files.
-            base: Directory of an older checkpoint, equal on all ranks. If the options of the agent
-                have ``reuse``, tensors that have not changed since are not written again.
+            base: Directory of an older checkpoint, for the option ``reuse`` of the agent.
 
         Returns:
             The staged save; ``None`` if this rank skipped it.
@@ -333,10 +332,10 @@ class SnapshotAgent:
             state_dict: State dict of this rank, as for ``dcp.save``.
             directory: Directory of the future checkpoint.
             step: Step of the save.
-            sync: Whether the checkpoint must survive a power cut.
-            persist: Whether the agent writes the save to disk; see :meth:`stage`.
-            small_files: Contents of the small files of a step; see :meth:`stage`.
-            base: Directory of an older checkpoint; see :meth:`stage`.
+            sync: As for :meth:`stage`, and so are the others.
+            persist: Whether the agent writes the save to disk.
+            small_files: Contents of the small files of a step.
+            base: Directory of an older checkpoint.
 
         Returns:
             A future of the commit; done at once if not ``persist``. ``None`` if skipped.
@@ -345,11 +344,10 @@ class SnapshotAgent:
             CheckpointError: The state could not be staged; see :meth:`stage` for the other errors.
         """
         phases = Phases("staging")
-        options: dict[str, Any] = {"step": step, "sync": sync}
-        options |= {"small_files": small_files, "base": base}
+        others: dict[str, Any] = {"sync": sync, "small_files": small_files, "base": base}
         self._newest = None  # Until it is staged: an interrupt must not withdraw the save before.
         with self._exclusive.use_by_all("save with the agent", self._stages, self.timeout_s):
-            staged = self.stage(state_dict, directory, persist=persist, **options)
+            staged = self.stage(state_dict, directory, step=step, persist=persist, **others)
             if staged is None:
                 return None
             if persist:
@@ -367,13 +365,13 @@ class SnapshotAgent:
     def _written(self, staged: StagedSave, phases: Phases) -> Future[None]:
         phases.begin("persisting")
         client, is_named = self._client, self.member.is_first_here
-        self._in_memory, work = None, (self._waiting, self._persist, staged, phases)
-        outcome: BackgroundFuture[None] = BackgroundFuture(
-            f"step {staged.header.step} was not saved",
-            lambda: f"{client.name} to commit {staged.directory}",
-            is_named=is_named,
-        )
-        return submitted(*work, future=outcome)
+
+        def awaited() -> str:
+            return f"{client.name} to commit {staged.directory}"
+
+        self._in_memory, failure = None, f"step {staged.header.step} was not saved"
+        outcome = BackgroundFuture[None](failure, awaited, is_named=is_named)
+        return submitted(self._waiting, self._persist, staged, phases, future=outcome)
 
     def _persist(self, staged: StagedSave, phases: Phases) -> None:
         """Waits until the agent has committed a save. The first rank logs it."""
