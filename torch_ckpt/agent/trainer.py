@@ -365,12 +365,10 @@ class SnapshotAgent:
     def _written(self, staged: StagedSave, phases: Phases) -> Future[None]:
         phases.begin("persisting")
         client, is_named = self._client, self.member.is_first_here
-
-        def awaited() -> str:
-            return f"{client.name} to commit {staged.directory}"
-
         self._in_memory, failure = None, f"step {staged.header.step} was not saved"
-        outcome = BackgroundFuture[None](failure, awaited, is_named=is_named)
+        outcome = BackgroundFuture[None](
+            failure, lambda: f"{client.name} to commit {staged.directory}", is_named=is_named
+        )
         return submitted(self._waiting, self._persist, staged, phases, future=outcome)
 
     def _persist(self, staged: StagedSave, phases: Phases) -> None:
@@ -415,8 +413,7 @@ class SnapshotAgent:
 
     def has_in_memory(self, step: int) -> bool:
         """Returns whether this machine has a whole snapshot of a step. Ranks may call it alone."""
-        found = complete_slots(self.folder, self.member.run)
-        return any(header.step == step for header, _ in found)
+        return any(h.step == step for h, _ in complete_slots(self.folder, self.member.run))
 
     def slot_report(self) -> SlotReport:
         """Returns the slots in memory on the first rank of this machine; nothing on others."""
