@@ -2,15 +2,15 @@
 
 By torch's own means: `fully_shard`, `parallelize_module`, DDP, `distribute_tensor`; stages and
 experts that are elsewhere are left out. Meshes and groups are made once in a process, by `meet` on
-all ranks of the world; `build` is called on the ranks of a layout only.
+all ranks of the world, for the layouts that are used; `build` is called on the ranks of a layout
+only.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,26 +137,25 @@ MESHES: dict[tuple[int, ...], tuple[str, ...]] = {
 }
 
 
-@functools.cache  # Each has groups, and threads, for as long as the process lives.
-def _met() -> tuple[dict[tuple[int, ...], DeviceMesh], dict[int, dist.ProcessGroup]]:
-    meshes = {
-        shape: DeviceMesh(
-            "cpu", torch.arange(math.prod(shape)).reshape(shape), mesh_dim_names=names
-        )
-        for shape, names in MESHES.items()
-    }
-    groups = {size: dist.new_group(range(size)) for size in (1, 2, 3, 4, 6, 8)}
-    return meshes, groups
+# Each has groups, and threads, for as long as the process lives.
+_meshes: dict[tuple[int, ...], DeviceMesh] = {}
+_groups: dict[int, dist.ProcessGroup] = {}
 
 
-def meet() -> None:
-    """Makes meshes and groups, once; a collective of the world."""
-    _met()
+def meet(layouts: Iterable[str]) -> None:
+    """Makes the meshes and groups of these layouts, once; a collective of the world."""
+    for shape in sorted({LAYOUTS[layout].shape for layout in layouts}):
+        size = math.prod(shape)
+        if shape not in _meshes:
+            ranks = torch.arange(size).reshape(shape)
+            _meshes[shape] = DeviceMesh("cpu", ranks, mesh_dim_names=MESHES[shape])
+        if size not in _groups:
+            _groups[size] = dist.new_group(range(size))
 
 
 def group_of(layout: Layout) -> dist.ProcessGroup:
     """The ranks of a layout, in order, as a group."""
-    return _met()[1][layout.ranks]
+    return _groups[layout.ranks]
 
 
 # ---- Layouts -------------------------------------------------------------------------------------
@@ -308,7 +307,7 @@ class Model:
 
 def build(layout: Layout, net: Net) -> Model:
     """Spreads ``net`` over the ranks of the layout, each of which gives one of the same values."""
-    spread = layout.spread(net, _met()[0][layout.shape])
+    spread = layout.spread(net, _meshes[layout.shape])
     wrapped = "module." if isinstance(spread, DistributedDataParallel) else ""
     groups = [
         {"params": [parameter], **hyper(name.removeprefix(wrapped))}

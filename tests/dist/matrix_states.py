@@ -91,7 +91,18 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def model_of(layout: str) -> Model:
-    return matrix_layouts.build(LAYOUTS[layout], new_net())
+    """A model whose optimizer has a state.
+
+    DCP would have it make a step for that, in which DTensor takes seconds to place its results.
+    """
+    model = matrix_layouts.build(LAYOUTS[layout], new_net())
+    for parameter in model.net.parameters():
+        model.optimizer.state[parameter] = {
+            "step": torch.tensor(0.0),
+            "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": torch.zeros_like(parameter),
+        }
+    return model
 
 
 def named(state: State) -> dict[str, Any]:

@@ -171,7 +171,8 @@ def test_what_the_ranks_leave_in_memory_goes_to_the_local_directories(
         assert world.run(restore_by_agents, tmp_path, memory) == [2] * RANKS
 
 
-@pytest.mark.parametrize("ranks", [(RANKS // 2, RANKS), (RANKS, RANKS // 2)])
+@pytest.mark.thin("fewer")
+@pytest.mark.parametrize("ranks", [(RANKS // 2, RANKS), (RANKS, RANKS // 2)], ids=["more", "fewer"])
 def test_what_is_in_memory_is_found_on_more_or_fewer_machines(
     tmp_path: Path, memory: Path, ranks: tuple[int, int]
 ) -> None:

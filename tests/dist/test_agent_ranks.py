@@ -133,7 +133,7 @@ def test_an_empty_shard_does_not_hide_another_one_at_its_offsets(run: Path) -> N
         world.run(restored_whole, run)
 
 
-@pytest.mark.thin("2-3", "3-1")
+@pytest.mark.thin("2-3")  # For fewer ranks, there is the test of their slots.
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1), (1, 2)])
 def test_memory_is_loaded_on_another_number_of_ranks(run: Path, before: int, after: int) -> None:
     with Ranks(before) as world:

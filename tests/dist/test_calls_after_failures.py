@@ -224,32 +224,37 @@ def fail_and_go_on(path: Path, failing: str, full: bool) -> None:
 
 
 def fail_in_every_way(calls: Calls, failing: str, full: bool) -> None:
-    """Unless ``full``, each method raises one error on each rank, and the next method another."""
+    """Lets each method raise each error on each rank, and calls each call after it.
+
+    Unless ``full``, a method raises one error on one rank, and the next method another on another.
+    """
     found: list[str] = []
-    size = dist.get_world_size()
-    next_error = itertools.cycle(ERRORS)
-    next_call = itertools.islice(itertools.cycle(CALLS), list(CALLS).index(failing), None)
+    size, first = dist.get_world_size(), list(CALLS).index(failing)
+    next_error = itertools.islice(itertools.cycle(ERRORS), first, None)
+    next_call = itertools.islice(itertools.cycle(CALLS), first, None)
     call, faults = CALLS[failing]
-    for (owner, method), rank in itertools.product(faults, range(size)):
-        if rank and method in OF_FIRST_RANK:
-            continue
-        pairs = itertools.product(ERRORS, CALLS) if full else [(next(next_error), next(next_call))]
-        for error, name in pairs:
-            fault = Fault(owner, method, error, rank)
-            begin = time.monotonic()
-            ended = outcome(call, calls, fault)
-            in_background = failing == "Run.save by a thread"
-            if problem := wrong(ended, fault, begin, in_background=in_background):
-                found.append(f"{fault}: {failing} {problem}")
-            begin = time.monotonic()
-            after = outcome(CALLS[name][0], calls)
-            if after is not None:
-                found.append(f"{fault}: {name} after {failing} raised {after!r}")
-            elif time.monotonic() - begin > SOON_S:
-                found.append(f"{fault}: {name} after {failing} was late")
-        gathered: list[Any] = [None] * size
-        dist.all_gather_object(gathered, found)
-        assert not any(gathered), "\n".join(itertools.chain(*gathered))  # Ends the ranks.
+    for number, (owner, method) in enumerate(faults, first):
+        ranks = [0] if method in OF_FIRST_RANK else range(size) if full else [number % size]
+        for rank in ranks:
+            pairs = (
+                itertools.product(ERRORS, CALLS) if full else [(next(next_error), next(next_call))]
+            )
+            for error, name in pairs:
+                fault = Fault(owner, method, error, rank)
+                begin = time.monotonic()
+                ended = outcome(call, calls, fault)
+                in_background = failing == "Run.save by a thread"
+                if problem := wrong(ended, fault, begin, in_background=in_background):
+                    found.append(f"{fault}: {failing} {problem}")
+                begin = time.monotonic()
+                after = outcome(CALLS[name][0], calls)
+                if after is not None:
+                    found.append(f"{fault}: {name} after {failing} raised {after!r}")
+                elif time.monotonic() - begin > SOON_S:
+                    found.append(f"{fault}: {name} after {failing} was late")
+            gathered: list[Any] = [None] * size
+            dist.all_gather_object(gathered, found)
+            assert not any(gathered), "\n".join(itertools.chain(*gathered))  # Ends the ranks.
 
 
 def outcome(

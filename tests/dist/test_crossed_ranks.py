@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from ranks import Worlds
-from support.crossed import FULL_S, PART_S, PART_TIMEOUT_S, PARTS, campaign
+from support.crossed import PART_TIMEOUT_S, PARTS, campaign
 from support.places import Places
 
 pytestmark = pytest.mark.timeout(PART_TIMEOUT_S)
@@ -17,4 +17,4 @@ pytestmark = pytest.mark.timeout(PART_TIMEOUT_S)
 def test_every_way_out_gives_what_any_way_in_was_given(
     worlds: Worlds, part: int, seed: int, full: bool, places: Places, memory: Path
 ) -> None:
-    print(campaign(seed, FULL_S if full else PART_S, places, worlds), "cases")
+    print(campaign(seed, full, places, worlds), "cases")

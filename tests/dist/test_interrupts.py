@@ -45,19 +45,19 @@ class Interruption:
     """Raises an interrupt at a moment of the exchange with a number, in the main thread."""
 
     def __init__(self, moment: str, number: int, kind: type[BaseException]) -> None:
-        self._moment, self._number, self._kind = moment, number, kind
+        self.moment, self.number, self._kind = moment, number, kind
         self._begun = 0
         self.has_come = False
 
     def __str__(self) -> str:
-        return f"{self._kind.__name__} {self._moment}, in exchange {self._number}"
+        return f"{self._kind.__name__} {self.moment}, in exchange {self.number}"
 
     def _at(self, moment: str) -> None:
         if threading.current_thread() is not threading.main_thread():
             return
         if moment == "before it sends":
             self._begun += 1
-        is_due = moment == self._moment and self._begun == self._number + 1
+        is_due = moment == self.moment and self._begun == self.number + 1
         if is_due and not self.has_come:
             self.has_come = True
             raise self._kind("it is interrupted")
@@ -173,16 +173,19 @@ def interrupt_everywhere(path: Path, name: str, kind: type[BaseException], full:
         for index, moment in enumerate(MOMENTS, first):
             for one in range(size) if full else [index % size]:
                 interruption, number = Interruption(moment, 0, kind), 0
-                while interrupt_once(rank, method, interruption, one):
+                while interrupt_once(rank, method, interruption, one, full):
                     number += 1
                     interruption = Interruption(moment, number, kind)
                 assert number, f"{name} has no exchange"
 
 
 def interrupt_once(
-    rank: Rank, method: Callable[[Rank], Any], interruption: Interruption, one: int
+    rank: Rank, method: Callable[[Rank], Any], interruption: Interruption, one: int, full: bool
 ) -> bool:
-    """Calls the method, which is interrupted on one rank; returns whether it had the exchange."""
+    """Calls the method, which is interrupted on one rank; returns whether it had the exchange.
+
+    All calls follow it if ``full``, and else one of them, in turn.
+    """
     is_own = dist.get_rank() == one
     with interruption.applied() if is_own else contextlib.nullcontext():
         ended, seconds = outcome(lambda: method(rank))
@@ -194,7 +197,9 @@ def interrupt_once(
         found.append(f"took {seconds:.1f} s: {ended!r}")
     if method is METHODS["close"][1]:
         rank.run = rank.new_run()
-    for after in (rank.save, rank.restore, lambda: rank.alone(torch_ckpt.load)):
+    calls = (rank.save, rank.restore, lambda: rank.alone(torch_ckpt.load))
+    first = (interruption.number + MOMENTS.index(interruption.moment)) % len(calls)
+    for after in calls if full else calls[first : first + 1]:
         ended, seconds = outcome(after)
         if ended is not None or seconds > SOON_S:
             found.append(f"took {seconds:.1f} s for the next call: {ended!r}")

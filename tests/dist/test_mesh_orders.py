@@ -200,7 +200,7 @@ def to_the_lowest_rank(state: State, path: Path) -> None:
 OTHER_WAYS = [way for name, way in WAYS.items() if name not in ("by_stock", "by_this_package")]
 
 
-@pytest.mark.thin("to_the_lowest_rank", "by_a_run_with_an_agent")
+@pytest.mark.thin("to_the_lowest_rank")  # For that by an agent there is another test.
 @pytest.mark.parametrize(
     "way", [*OTHER_WAYS, to_the_lowest_rank, by_a_run_with_an_agent], ids=lambda way: way.__name__
 )

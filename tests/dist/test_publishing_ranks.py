@@ -313,6 +313,7 @@ def serve_dtensors(root: str, grid: str) -> None:
             dist.barrier()
 
 
+@pytest.mark.thin("rows_of_columns", "hsdp")
 @pytest.mark.parametrize("grid", ["columns", "rows_of_columns", "hsdp"])
 def test_an_engine_of_dtensors_is_updated_in_place(
     worlds: Worlds, tmp_path: Path, grid: str

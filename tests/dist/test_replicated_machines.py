@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from machine_kills import MachineCampaign
 from machines import RANKS_PER_MACHINE, memory_of, on_machine
-from ranks import Ranks
+from ranks import Ranks, Worlds
 from states import assert_same
 from support.flips import flip
 from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_tensor
@@ -95,6 +95,7 @@ def until_replicated(memory: Path, run: Path, step: int) -> None:
         until(lambda machine=machine: step in replicated_steps(memory, run, machine))
 
 
+@pytest.mark.slow  # Others do this before they lose something.
 def test_each_save_arrives_in_the_memory_of_the_buddy(tmp_path: Path, memory: Path) -> None:
     run = tmp_path / "run"
     with Ranks(RANKS) as world:
@@ -104,12 +105,13 @@ def test_each_save_arrives_in_the_memory_of_the_buddy(tmp_path: Path, memory: Pa
         world.kill()
 
 
-def test_the_replicas_are_freed_when_the_run_ends(tmp_path: Path, memory: Path) -> None:
+def test_the_replicas_are_freed_when_the_run_ends(
+    worlds: Worlds, tmp_path: Path, memory: Path
+) -> None:
     run = tmp_path / "run"
-    with Ranks(RANKS) as world:
-        world.run(save, run, memory, 1, True, QUIET)
-        until_replicated(memory, run, 1)
-        world.run(end, run, memory)
+    worlds.run(RANKS, save, run, memory, 1, True, QUIET)
+    until_replicated(memory, run, 1)
+    worlds.run(RANKS, end, run, memory)
     for machine in range(MACHINES):
         until(lambda machine=machine: not folder_on(memory, machine, run).exists())
 
@@ -280,13 +282,12 @@ def save_without_room(run: Path, memory: Path, columns: int) -> str:
 
 
 def test_where_one_machine_has_no_memory_for_replicas_the_run_goes_on_without_them(
-    tmp_path: Path, memory: Path, mount_tmpfs: Callable[[str], Path]
+    worlds: Worlds, tmp_path: Path, memory: Path, mount_tmpfs: Callable[[str], Path]
 ) -> None:
     run = tmp_path / "run"
     columns = 1 << 16  # 3.25 MiB replicated in all slots, and 3.25 MiB of shards.
     memory_of(memory, 1).symlink_to(mount_tmpfs("size=24m"))
-    with Ranks(RANKS) as world:
-        said = world.run(save_without_room, run, memory, columns)
+    said = worlds.run(RANKS, save_without_room, run, memory, columns)
     assert re.fullmatch(
         r"saving continues without replicas: \S+: cannot reserve \d+ bytes of memory for replicas: "
         r"\S+ has \d+ bytes left",
@@ -306,9 +307,10 @@ def refuse_domains(run: Path, memory: Path) -> None:
         )
 
 
-def test_machines_of_one_failure_domain_are_refused(tmp_path: Path, memory: Path) -> None:
-    with Ranks(RANKS) as world:
-        world.run(refuse_domains, tmp_path / "run", memory)
+def test_machines_of_one_failure_domain_are_refused(
+    worlds: Worlds, tmp_path: Path, memory: Path
+) -> None:
+    worlds.run(RANKS, refuse_domains, tmp_path / "run", memory)
 
 
 def save_on_one_machine(run: Path) -> None:
@@ -351,16 +353,15 @@ def warned_of_replicas(run: Path, memory: Path, step: int) -> list[str]:
 @pytest.mark.thin("ended")
 @pytest.mark.parametrize("how", ["ended", "killed"])
 def test_the_user_is_warned_once_when_replication_has_stopped(
-    tmp_path: Path, memory: Path, capsys: pytest.CaptureFixture[str], how: str
+    worlds: Worlds, tmp_path: Path, memory: Path, capsys: pytest.CaptureFixture[str], how: str
 ) -> None:
     run = tmp_path / "run"
-    with Ranks(RANKS) as world:
-        world.run(save, run, memory, 1, True, {})
-        until_replicated(memory, run, 1)
-        world.run(stop_replication, run, memory, how)
-        warned = [world.run(warned_of_replicas, run, memory, step) for step in range(2, 9)]
-        until(lambda: bool(missing_replicas(newest_first(Location(run)))))
-        world.run(end_run, run, memory)
+    worlds.run(RANKS, save, run, memory, 1, True, {})
+    until_replicated(memory, run, 1)
+    worlds.run(RANKS, stop_replication, run, memory, how)
+    warned = [worlds.run(RANKS, warned_of_replicas, run, memory, step) for step in range(2, 9)]
+    until(lambda: bool(missing_replicas(newest_first(Location(run)))))
+    worlds.run(RANKS, end_run, run, memory)
     texts = [text for ranks in warned for texts in ranks for text in texts]
     assert len(texts) == 1
     # On the coordinator, which perhaps did not hear of the replica of step 1.
@@ -402,6 +403,7 @@ def end(run: Path, memory: Path) -> None:
     run_on(run, memory, json.dumps(QUIET)).close()
 
 
+@pytest.mark.slow  # The replicas are freed with all the rest.
 def test_a_run_that_ends_in_good_order_leaves_nothing_in_memory(
     tmp_path: Path, memory: Path
 ) -> None:
@@ -428,10 +430,11 @@ def save_often(run: Path, memory: Path, steps: int) -> tuple[int, float]:
     return agent.superseded, max(stops[2:])
 
 
-def test_ranks_do_not_wait_for_replicas_that_are_too_slow(tmp_path: Path, memory: Path) -> None:
+def test_ranks_do_not_wait_for_replicas_that_are_too_slow(
+    worlds: Worlds, tmp_path: Path, memory: Path
+) -> None:
     steps = 8
-    with Ranks(RANKS) as world:
-        found = world.run(save_often, tmp_path / "run", memory, steps)
+    found = worlds.run(RANKS, save_often, tmp_path / "run", memory, steps)
     for rank, (superseded, stop_s) in enumerate(found):
         assert stop_s < 2.0  # One replica takes more than 6 s.
         if rank % RANKS_PER_MACHINE == 0:

@@ -72,7 +72,7 @@ def reader_options() -> dict[str, str]:
 
 def save_layouts(folder: Path, full: bool) -> None:
     """Saves every layout, by every way to save."""
-    matrix_layouts.meet()
+    matrix_layouts.meet(layouts(full))
     for layout in layouts(full):
         if dist.get_rank() >= LAYOUTS[layout].ranks:
             continue
@@ -101,7 +101,7 @@ def damage(kind: str, state: State) -> str:
 
 def load_damaged(kind: str, folder: Path, options: dict[str, Any]) -> tuple[str, list[str]]:
     """Has `fsdp_4` save something wrong; returns what that is, and what is found by `tp_2`."""
-    matrix_layouts.meet()
+    matrix_layouts.meet(["fsdp_4", "tp_2"])
     name, found = "", []
     if dist.get_rank() < 4:
         state = state_of("fsdp_4")

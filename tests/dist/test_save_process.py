@@ -1,8 +1,13 @@
-"""Saves in another process: their ranks, their results, their memory, and failures nobody reads."""
+"""Saves in another process: their ranks, their results, their memory, and failures nobody reads.
+
+Ranks 1 and 2 of three save in most tests, in two processes that these share: one takes seconds of
+CPU time to import torch. The first rank of their group is not the first rank of the job.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import socket
 import subprocess
@@ -18,9 +23,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from attribute_parts import assert_whole, blank, parts, spoil
 from forks import run_python
 from ranks import on_ranks
+from staged_saves import LAYER_NBYTES, Saves
 from support.freezing import freeze
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
@@ -47,6 +55,16 @@ def save(path: Path, value: int, **options: Any) -> Future[Any]:
     return future
 
 
+@functools.cache
+def upper() -> dist.ProcessGroup | None:
+    """The group of ranks 1 and 2; a collective of the world. Nothing on rank 0, which has no part.
+
+    Their processes live as long as the group.
+    """
+    group = dist.new_group([1, 2], backend="gloo")
+    return group if dist.get_rank() else None
+
+
 def assert_saved(path: Path, value: int) -> None:
     loaded = {"w": torch.zeros(1000, dtype=torch.int64)}
     dcp.load(loaded, storage_reader=FastReader(path), no_dist=True)
@@ -68,14 +86,13 @@ def test_groups_of_other_ranks_save_in_processes_of_their_own(path: Path) -> Non
 
 @on_ranks(3, timeout_s=120)
 def test_errors_name_the_ranks_of_the_training_processes(path: Path) -> None:
-    upper = dist.new_group([1, 2], backend="gloo")
-    if dist.get_rank() == 0:
+    if (group := upper()) is None:
         return
     state: dict[str, Any] = {"w": torch.ones(4), "bad": lambda: 0} if dist.get_rank() == 2 else {}
     future = torch_ckpt.async_save(
         state,
         storage_writer=FastWriter(path),
-        process_group=upper,
+        process_group=group,
         async_checkpointer_type=AsyncCheckpointerType.PROCESS,
         timeout_s=40,
     )
@@ -83,12 +100,15 @@ def test_errors_name_the_ranks_of_the_training_processes(path: Path) -> None:
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(50, marks=pytest.mark.slow)])
-@on_ranks(2, timeout_s=120)
+@on_ranks(3, timeout_s=120)
 def test_each_of_several_saves_in_flight_returns_its_own_result(path: Path, count: int) -> None:
+    if (group := upper()) is None:
+        return
     (path / "file").touch(exist_ok=True)
+    folders = [path / ("file" if at % 2 == 0 else "") for at in range(count)]
     futures = [
-        save(path / ("file" if at % 2 == 0 else "") / f"{at}", at, timeout_s=40)
-        for at in range(count)
+        save(folder / f"{at}", at, timeout_s=40, process_group=group)
+        for at, folder in enumerate(folders)
     ]
     for at, future in enumerate(futures):
         error = future.exception(WAIT_S)
@@ -110,26 +130,96 @@ class Local:
             raise ValueError("of another process")
 
 
-@on_ranks(2, timeout_s=120)
+@on_ranks(3, timeout_s=120)
+def test_another_process_saves_all_that_a_thread_would_not(path: Path) -> None:
+    if (group := upper()) is None:
+        return
+    saves = Saves(path, group=group)
+    executors = ["thread", "thread", "process", "process", "thread", "thread", "process"]
+    for step, executor in enumerate(executors):
+        change = "gone" if executor == "process" else ""  # Ranks share it out anew.
+        saves.save(step, change, executor=executor)
+    shared = saves.staged[1] < saves.staged[0] / 2 + LAYER_NBYTES * 2
+    assert shared, saves.staged
+
+
+@on_ranks(3, timeout_s=120)
+def test_parts_by_attributes_are_parts_in_the_process(path: Path) -> None:
+    if (group := upper()) is None:
+        return
+    state = parts("class", dist.get_rank(group), 2, filled=True)
+    stager = SnapshotStager()
+    future = torch_ckpt.async_save(
+        state,
+        storage_writer=FastWriter(path, stager=stager),
+        planner=FastSavePlanner(),
+        process_group=group,
+        async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+        timeout_s=40,
+    )
+    stager.wait_staged()
+    spoil(state)
+    future.result(WAIT_S)
+    whole = blank()
+    dcp.load(whole, storage_reader=FileSystemReader(path), no_dist=True)
+    assert_whole(whole)
+
+
+class Moving(FastSavePlanner):
+    """A planner that makes a link lead elsewhere."""
+
+    link = Path()
+
+    def create_local_plan(self) -> Any:
+        moved = self.link.with_name(f"moved by {os.getpid()}")
+        moved.symlink_to("b")
+        moved.replace(self.link)
+        return super().create_local_plan()
+
+
+@on_ranks(3, timeout_s=120)
+def test_the_process_saves_where_a_link_led_when_the_save_began(path: Path) -> None:
+    if (group := upper()) is None:
+        return
+    planner = Moving()
+    planner.link = path / "link"
+    if dist.get_rank(group) == 0:
+        (path / "a").mkdir()
+        (path / "b").mkdir()
+        planner.link.symlink_to("a")
+    dist.barrier(group)
+    save(planner.link, 3, planner=planner, process_group=group, timeout_s=40).result(WAIT_S)
+    assert planner.link.readlink() == Path("b")
+    assert_saved(path / "a", 3)
+    assert list((path / "b").iterdir()) == []
+
+
+@on_ranks(3, timeout_s=120)
 def test_state_that_the_process_cannot_unpickle_fails_the_save_on_all_ranks(path: Path) -> None:
+    if (group := upper()) is None:
+        return
     for attempt in (1, 2):
         future = torch_ckpt.async_save(
-            {"w": torch.ones(4), "local": Local() if dist.get_rank() else None},
+            {"w": torch.ones(4), "local": Local() if dist.get_rank() == 2 else None},
             storage_writer=FastWriter(path / "0"),
+            process_group=group,
             async_checkpointer_type=AsyncCheckpointerType.PROCESS,
             timeout_s=40,
         )
         error = str(future.exception(WAIT_S))
         assert "cannot unpickle the state: ValueError: of another process" in error, error
-        save(path / f"{attempt}", attempt, timeout_s=40).result(WAIT_S)
+        save(path / f"{attempt}", attempt, timeout_s=40, process_group=group).result(WAIT_S)
         assert_saved(path / f"{attempt}", attempt)
 
 
-@on_ranks(1, timeout_s=120)
+@on_ranks(3, timeout_s=120)
 def test_failed_save_frees_its_staging_memory_though_its_error_is_kept(path: Path) -> None:
-    (path / "file").touch()
+    if (group := upper()) is None:
+        return
+    (path / "file").touch(exist_ok=True)
     writer = FastWriter(path / "file" / "step", stager=SnapshotStager())
-    options = {"async_checkpointer_type": AsyncCheckpointerType.PROCESS, "timeout_s": 30}
+    options: dict[str, Any] = {"timeout_s": 30, "process_group": group}
+    options["async_checkpointer_type"] = AsyncCheckpointerType.PROCESS
     state = {"w": torch.ones(1 << 20)}
     future = torch_ckpt.async_save(state, storage_writer=writer, **options)
     error = future.exception(WAIT_S)
@@ -153,40 +243,48 @@ class Slow(FastSavePlanner):
         return super().create_local_plan()
 
 
-@on_ranks(2, timeout_s=120)
+@on_ranks(3, timeout_s=120)
 def test_save_waits_for_the_memory_of_an_earlier_one_no_longer_than_its_timeout(
     path: Path,
 ) -> None:
+    if (group := upper()) is None:
+        return
     state = {"w": torch.ones(1 << 20)}
-    writer = FastWriter(path / "first", stager=SnapshotStager())
-    first = torch_ckpt.async_save(state, storage_writer=writer, planner=Slow(), timeout_s=60)
+    options = {
+        "storage_writer": FastWriter(path / "first", stager=SnapshotStager()),
+        "process_group": group,
+    }
+    first = torch_ckpt.async_save(state, planner=Slow(), timeout_s=60, **options)
     begin = time.monotonic()
     with pytest.raises(CheckpointError, match=r"no snapshot was free within 2 s|rank . failed"):
-        torch_ckpt.async_save(state, storage_writer=writer, timeout_s=2)
+        torch_ckpt.async_save(state, timeout_s=2, **options)
     assert time.monotonic() - begin < 10
     Slow.may_plan.set()
     first.result(WAIT_S)
 
 
 def own_process() -> int:
-    (process,) = PROCESS.save_processes.values()
+    """That of the group that came last."""
+    *_, process = PROCESS.save_processes.values()
     return process._process.pid
 
 
-@on_ranks(2, timeout_s=120)
+@on_ranks(3, timeout_s=120)
 def test_save_process_that_is_frozen_fails_its_save_on_all_ranks_and_not_the_next(
     path: Path,
 ) -> None:
-    save(path / "0", 0, timeout_s=60).result(WAIT_S)
+    if (group := upper()) is None:
+        return
+    save(path / "0", 0, timeout_s=60, process_group=group).result(WAIT_S)
     pid = own_process()
-    if dist.get_rank() == 1:
+    if dist.get_rank() == 2:
         freeze(pid)
     begin = time.monotonic()
-    error = save(path / "1", 1, timeout_s=5).exception(WAIT_S)
+    error = save(path / "1", 1, timeout_s=5, process_group=group).exception(WAIT_S)
     assert time.monotonic() - begin < 5 + 5 + 5
     assert isinstance(error, CheckpointError)
-    assert "rank 1" in str(error)
-    save(path / "2", 2, timeout_s=60).result(WAIT_S)
+    assert "rank 2" in str(error)
+    save(path / "2", 2, timeout_s=60, process_group=group).result(WAIT_S)
     assert_saved(path / "2", 2)
 
 

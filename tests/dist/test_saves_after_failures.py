@@ -355,7 +355,7 @@ def save_with(path: Path, way: str) -> None:
 def test_agents_save_a_step_right_after_a_failed_save_of_it(
     tmp_path: Path, memory: Path, way: str, full: bool
 ) -> None:
-    times = FULL_TIMES if full else TIMES
+    times = FULL_TIMES if full else TIMES // 2
     with Ranks(WORLD) as world:
         wrong = world.run(save_by_agents, tmp_path, memory, way, times, timeout_s=500)
         assert wrong == [[]] * WORLD

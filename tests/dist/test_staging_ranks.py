@@ -10,93 +10,18 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from changing_states import EXECUTORS
 from ranks import Worlds, on_ranks
-from states import assert_same, full_value, sharded
+from staged_saves import LAYER_NBYTES, LAYERS, SAVE_TIMEOUT_S, Saves, state_at
+from states import assert_same
 from support.tight import TightStager
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard
 
 import torch_ckpt
-from torch_ckpt import FastReader, FastSavePlanner, FastWriter, SnapshotStager
+from torch_ckpt import FastSavePlanner, FastWriter, SnapshotStager
 from torch_ckpt.errors import RankTimeoutError
 from torch_ckpt.planning.plan_cache import plan_cache
-from torch_ckpt.staging.stager import _Placed
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore")]
-
-SAVE_TIMEOUT_S = 60
-LAYERS = 12
-LAYER = (256, 512)
-LAYER_NBYTES = 4 * 256 * 512
-
-
-def state_at(step: int, change: str = "") -> dict[str, Any]:
-    """Replicas, a shard, and objects; with a change, of which only the last rank knows."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    model: dict[str, Any] = {
-        f"layer.{i}": full_value(f"{i} at {step}", LAYER, torch.float32) for i in range(LAYERS)
-    }
-    model["sharded"] = sharded(
-        full_value(f"sharded {step}", (64, 3), torch.float32), mesh, (Shard(0),)
-    )
-    if change == "dtype" or (change and dist.get_rank() == dist.get_world_size() - 1):
-        if change == "key":
-            model["new"] = full_value(f"new {step}", (300, 700), torch.float32)
-        elif change == "gone":
-            del model["layer.3"]
-        elif change == "dtype":
-            model["layer.0"] = full_value(f"0 at {step}", (999, 512), torch.bfloat16)
-    return {"model": model, "step": step, "odd": (step, torch.full((3,), step))}
-
-
-def spoil(state: dict[str, Any]) -> None:
-    for tensor in state["model"].values():
-        local_part = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        local_part.fill_(-1)
-
-
-class Saves:
-    """Saves steps asynchronously, and knows how many bytes each has staged."""
-
-    def __init__(self, path: Path, stager: type[SnapshotStager] = SnapshotStager) -> None:
-        self.path = path
-        self.group = dist.new_group(backend="gloo")
-        self.stager = stager()
-        self.staged: list[int] = []
-        plan_cache().forget()
-
-    def begin(
-        self, state: dict[str, Any], planner: Any = FastSavePlanner, executor: str = "thread"
-    ) -> Any:
-        copy_all = _Placed.copy_all
-
-        def copy_counted(placed: _Placed, *where: Any) -> None:
-            self.staged.append(sum(live.nbytes for _, live, _ in placed._copies))
-            copy_all(placed, *where)
-
-        writer = FastWriter(self.path / str(state["step"]), stager=self.stager)
-        with mock.patch.object(_Placed, "copy_all", copy_counted):
-            future = torch_ckpt.async_save(
-                state,
-                storage_writer=writer,
-                process_group=self.group,
-                planner=planner(),
-                async_checkpointer_type=EXECUTORS[executor],
-                timeout_s=SAVE_TIMEOUT_S,
-            )
-        spoil(state)
-        return future
-
-    def save(self, step: int, change: str = "", **options: Any) -> None:
-        """Saves a step, and looks after it."""
-        self.begin(state_at(step, change), **options).result(SAVE_TIMEOUT_S)
-        wanted = state_at(step, change)
-        found = state_at(step, change)
-        spoil(found)
-        dcp.load(found, storage_reader=FastReader(self.path / str(step)))
-        assert_same(found["model"], wanted["model"])
 
 
 def stage(
@@ -199,15 +124,6 @@ def test_with_another_planner_all_stage_everything(path: Path) -> None:
         # Other saves, which are not staged, have plans of their own.
         torch_ckpt.save(state_at(step), checkpoint_id=path / f"sync {step}")
     assert are_whole(saves.staged) == [True, False, False, True, True, True]
-
-
-@on_ranks(2, timeout_s=120)
-def test_another_process_saves_all_that_a_thread_would_not(path: Path) -> None:
-    saves = Saves(path)
-    executors = ["thread", "thread", "process", "process", "thread", "thread", "process"]
-    for step, executor in enumerate(executors):
-        change = "gone" if executor == "process" else ""  # Ranks share it out anew.
-        saves.save(step, change, executor=executor)
 
 
 @on_ranks(2)

@@ -82,8 +82,8 @@ def load(layout: str, model: Model, path: Path, ours: bool) -> None:
 
 def uninterrupted(steps: int) -> list[float]:
     """Losses of a run in the first layout."""
-    matrix_layouts.meet()
     layout = RUN[0]
+    matrix_layouts.meet([layout])
     member = dist.get_rank() < LAYOUTS[layout].ranks
     return train(layout, new_model(layout, seed=0), 0, steps) if member else []
 
@@ -99,7 +99,7 @@ def through_layouts(
         folder: For checkpoints.
         change: What of `CHANGES` is done to the first checkpoint.
     """
-    matrix_layouts.meet()
+    matrix_layouts.meet(layouts)
     losses: list[float] = []
     for number, (layout, count) in enumerate(zip(layouts, steps, strict=True)):
         if dist.get_rank() < LAYOUTS[layout].ranks:

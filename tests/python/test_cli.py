@@ -82,12 +82,13 @@ def test_a_sound_checkpoint_exits_0_and_all_of_it_was_read(saved: Path) -> None:
     assert printed.rstrip().endswith("GB/s)")
 
 
-def test_the_installed_command_is_the_module(saved: Path) -> None:
+def test_the_installed_command_is_the_module(saved: Path, full: bool) -> None:
     command = shutil.which("torch-ckpt", path=str(Path(sys.executable).parent))
     if command is None:
         pytest.skip("the package is not installed, only on the path")
-    assert run_command("verify", saved, command=[command])[0] == SOUND
     assert run_command("verify", saved.parent, command=[command])[0] == FAILED
+    if full:
+        assert run_command("verify", saved, command=[command])[0] == SOUND
 
 
 def verify_damaged(path: Path) -> tuple[list[str], str]:

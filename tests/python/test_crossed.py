@@ -11,7 +11,7 @@ import pytest
 import torch
 from mutations import MUTATIONS, OF_TESTS, ROOT
 from support import ways
-from support.crossed import FULL_S, PART_S, PART_TIMEOUT_S, PARTS, Case, campaign, run_case
+from support.crossed import PART_TIMEOUT_S, PARTS, Case, campaign, run_case
 from support.places import Places
 from support.states import Evolving, differences, snapshot
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(PART_TIMEOUT_S)
 def test_every_way_out_gives_what_any_way_in_was_given(
     part: int, seed: int, full: bool, places: Places, memory: Path
 ) -> None:
-    print(campaign(seed, FULL_S if full else PART_S, places), "cases")
+    print(campaign(seed, full, places), "cases")
 
 
 def test_a_state_is_a_function_of_its_seed(seed: int, full: bool) -> None:

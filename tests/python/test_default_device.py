@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import pickle
 import random
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from checkpoints import ROOT, blank, differences
+from checkpoints import blank, differences
+from forks import run_python
 from support.states import blanked, random_state, same
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
@@ -304,6 +303,8 @@ def test_the_package_is_imported_and_used_under_it(start: str, tmp_path: Path) -
     """A process of its own, since modules are imported once."""
     script = f"""
 import sys, torch
+for name in [name for name in sys.modules if name.partition(".")[0] == "torch_ckpt"]:
+    del sys.modules[name]
 state = {{"w": torch.ones(3), "o": (torch.ones(2),)}}
 {start}
 import torch_ckpt
@@ -312,6 +313,5 @@ loaded = {{"w": torch.zeros(3, device="cpu"), "o": None}}
 torch_ckpt.load(loaded, checkpoint_id=sys.argv[1])
 assert loaded["w"].tolist() == [1, 1, 1] and loaded["o"][0].tolist() == [1, 1]
 """
-    command = [sys.executable, "-W", "ignore", "-c", script, str(tmp_path / "saved")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
+    done = run_python("-c", script, tmp_path / "saved", folder=tmp_path)
+    assert done.returncode == 0, done.stdout

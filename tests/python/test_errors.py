@@ -9,8 +9,6 @@ import os
 import pickle
 import random
 import resource
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -693,10 +691,14 @@ def test_storage_errors_say_whether_to_try_again() -> None:
         assert StorageError("failed", number).retriable is False
 
 
-def test_a_torch_that_the_module_cannot_read_is_named_with_both_versions_and_the_remedy() -> None:
+def test_a_torch_that_the_module_cannot_read_is_named_with_both_versions_and_the_remedy(
+    run_python: Callable[..., str],
+) -> None:
     script = """
 import sys
 import torch
+for name in [name for name in sys.modules if name.partition(".")[0] == "torch_ckpt"]:
+    del sys.modules[name]
 CHANGE
 import torch_ckpt
 try:
@@ -711,13 +713,8 @@ except ImportError as error:
         "torch.Tensor.conj = torch.Tensor.clone": "it reads wrong facts of tensors: ['PLAIN', 'PLA",
     }
     for change, reason in cases.items():
-        done = subprocess.run(
-            [sys.executable, "-c", script.replace("CHANGE", change)],
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+        printed = run_python(script.replace("CHANGE", change))
         begin = f"torch_ckpt {__version__} does not work with torch {torch.__version__}: "
-        assert done.stdout.startswith(begin + reason), done.stdout + done.stderr
-        assert "pip install --upgrade torch torch-ckpt" in done.stdout
-        assert done.stdout.count("\n") == 1
+        assert printed.startswith(begin + reason), printed
+        assert "pip install --upgrade torch torch-ckpt" in printed
+        assert printed.count("\n") == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import threading
 import time
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from forks import run_python
 from support.store_proxy import Fault, StoreProxy
 from torch.distributed.checkpoint.api import CheckpointException
 from waits import until
@@ -184,9 +184,8 @@ def test_a_process_that_exits_without_close_has_written_its_record(
     tmp_path: Path, full: bool
 ) -> None:
     for count in (1, 3) if full else (3,):
-        command = [sys.executable, "-c", _EXITS, str(tmp_path / str(count)), str(count)]
-        ended = subprocess.run(command, stderr=subprocess.PIPE, timeout=60)
-        assert ended.returncode == 3, ended.stderr
+        ended = run_python("-c", _EXITS, tmp_path / str(count), count, folder=tmp_path)
+        assert ended.returncode == 3, ended.stdout
         steps = steps_in(tmp_path / str(count))
         assert set(steps) == set(range(count))
 

@@ -169,7 +169,7 @@ def under_own_keys(state: dict[Any, Any], planner: DefaultLoadPlanner) -> dict[A
 def test_whoever_saves_and_whoever_loads_the_values_are_the_saved_ones(
     name: str, rng: random.Random, tmp_path: Path, full: bool
 ) -> None:
-    count = STATES if full else STATES // 8
+    count = STATES if full else STATES // 13
     planner_options, options = SAVES[name]
     if "_extensions" in options:
         assert ZStandard.is_available()

@@ -101,6 +101,9 @@ def same(x: Any, y: Any) -> bool:
     if isinstance(x, torch.Tensor) and x.is_quantized and x.dtype.itemsize == 1:
         same_kind = (x.dtype, x.shape) == (y.dtype, y.shape)
         return same_kind and torch.equal(x.int_repr(), y.int_repr())
+    if isinstance(x, tuple | collections.deque) and type(x) is type(y) and len(x) == len(y):
+        pairs = {(id(a), id(b)): (a, b) for a, b in zip(x, y, strict=True)}  # Each once.
+        return all(is_equal(a, b) for a, b in pairs.values())
     return is_equal(x, y)
 
 

@@ -139,7 +139,13 @@ def test_the_programs_own_objects_have_what_stock_leaves_in_them(
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("kind", list(AsyncCheckpointerType))
+@pytest.mark.parametrize(
+    "kind",
+    [
+        AsyncCheckpointerType.THREAD,
+        pytest.param(AsyncCheckpointerType.PROCESS, marks=pytest.mark.slow),
+    ],
+)
 def test_they_have_it_after_an_asynchronous_save(
     kind: AsyncCheckpointerType, state: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -174,7 +174,7 @@ def test_a_save_plans_and_writes_for_the_directory_that_a_link_named_when_it_beg
 
 @pytest.mark.thin(1)
 @pytest.mark.parametrize("moment", ["finish", "commit", "removal"])
-@pytest.mark.parametrize("save", [dcp_save, save_in_thread, save_in_process])
+@pytest.mark.parametrize("save", [dcp_save, save_in_thread, IN_PROCESS])
 def test_a_save_commits_in_the_directory_that_a_link_named_when_it_began(
     moment: str, save: Callable[..., None], link: Path, world_of_one: None
 ) -> None:

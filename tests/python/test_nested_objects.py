@@ -161,8 +161,9 @@ def load_installed(state: Any, path: Path) -> None:
         dcp.load(state, storage_reader=FileSystemReader(path))
 
 
+IN_PROCESS = pytest.param(save_in_process, marks=pytest.mark.slow, id="save_in_process")
 SAVES = [
-    *(save, save_in_thread, save_by_stocks_writer, save_in_process),
+    *(save, save_in_thread, save_by_stocks_writer, IN_PROCESS),
     *(save_installed, save_installed_in_thread, save_installed_without_writer),
 ]
 LOADS = [load, load_by_stocks_reader, load_installed]

@@ -6,13 +6,12 @@ import errno
 import logging
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from forks import run_python
 from support.agents import agent_pid, kill_agent
 from support.process_io import nbytes_read_by
 from waits import until
@@ -105,7 +104,7 @@ def test_a_copy_goes_on_when_training_dies_and_the_next_process_sends_no_file_ag
 ) -> None:
     rate = SLOWLY // (4 if how == "killed" else 8)  # The other process takes a while to end.
     arguments = [str(tmp_path), str(rate), str(NBYTES), how, "600"]
-    ended = subprocess.run([sys.executable, "-c", _TRAINS, *arguments], timeout=60)
+    ended = run_python("-c", _TRAINS, *arguments, folder=tmp_path)
     assert ended.returncode == (-signal.SIGKILL if how == "killed" else 1)
     assert not _arrived(tmp_path)
     until(lambda: len(_arrived(tmp_path)) == 1)
@@ -122,7 +121,7 @@ def test_a_copy_goes_on_when_training_dies_and_the_next_process_sends_no_file_ag
 
 def test_the_next_process_joins_a_copy_that_is_in_progress(tmp_path: Path) -> None:
     arguments = [str(tmp_path), str(SLOWLY), str(NBYTES), "killed", "600"]
-    subprocess.run([sys.executable, "-c", _TRAINS, *arguments], timeout=60)
+    run_python("-c", _TRAINS, *arguments, folder=tmp_path)
     (partial,) = (tmp_path / "run" / "step-1").glob(".*-__*")
     inode = partial.stat().st_ino
     with _run(tmp_path, SLOWLY) as run:
@@ -220,7 +219,7 @@ def test_an_agent_ends_when_a_copy_that_was_left_behind_has_ended(tmp_path: Path
 def test_an_agent_that_is_to_end_cancels_a_copy(tmp_path: Path, how: str) -> None:
     arguments = [str(tmp_path), str(1 << 20), str(NBYTES), "killed"]
     linger_s = "1" if how == "late" else "600"
-    subprocess.run([sys.executable, "-c", _TRAINS, *arguments, linger_s], timeout=60)
+    run_python("-c", _TRAINS, *arguments, linger_s, folder=tmp_path)
     folder = folder_of(run_of(tmp_path / "run"))
     assert has_agent(folder)
     if how == "signal":

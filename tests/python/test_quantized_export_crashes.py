@@ -119,7 +119,7 @@ def converted(source: Path, folder: Location) -> None:
     convert(Location(source), folder, "safetensors", overwrite=True, **FP8)
 
 
-@pytest.mark.thin(0.1)
+@pytest.mark.thin(1)
 @pytest.mark.parametrize("ends", ANSWERS)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("way", ["save", "convert"])

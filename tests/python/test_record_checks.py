@@ -178,9 +178,8 @@ def test_a_part_of_a_record_is_never_damaged_with_full_verification(
             else:
                 assert differences({fqn: tensor}, loaded) == [], (record, fqn)
         unflip()
-        for fqn, tensor in state.items():
-            loaded = load({fqn: blank(tensor)}, FastReader(path, verify="full"))
-            wrong += len(differences({fqn: tensor}, loaded))
+        loaded = load(blank(state), FastReader(path, verify="full"))
+        wrong += len(differences(state, loaded))
     assert refused > wrong == 0
 
 
@@ -289,7 +288,7 @@ def test_ranges_of_flattened_megatron_tensors_are_checked(
     state = {fqn: value for fqn, value in full_state().items() if isinstance(value, torch.Tensor)}
     fqns = [fqn for fqn in state if fqn.startswith("optimizer.state.exp_avg.")]
     refused = 0
-    for record in records(path)[:: 1 if full else 4]:
+    for record in records(path)[:: 1 if full else 8]:
         unflip = flipped(record, rng)
         for fqn in fqns:
             try:

@@ -8,18 +8,18 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkpoints import ROOT, failure_of
+from checkpoints import failure_of
+from forks import run_python
 from support.flips import flip
 from support.run_steps import (
     data_file,
@@ -31,6 +31,7 @@ from support.run_steps import (
     steps_in,
 )
 from support.slow_values import Slow
+from waits import until
 
 from torch_ckpt import CheckpointError, FastReader, Run, load
 from torch_ckpt.errors import CorruptionError, NotFoundError
@@ -276,7 +277,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 warnings.simplefilter("ignore")
 tier = StepDirectories(Location(sys.argv[1]))
 right = gone = 0
-print("begun", flush=True)
+Path(sys.argv[2] + ".begun").touch()
 while not Path(sys.argv[2]).exists():
     assert not tier.damaged(), tier.damaged()
     for step in reversed(listed_steps(tier.directory)):  # The oldest first: those that go.
@@ -299,29 +300,22 @@ def test_a_reader_beside_a_run_that_removes_steps_gets_right_values_or_a_typed_e
     tmp_path: Path,
 ) -> None:
     directory, end = tmp_path / "run", tmp_path / "end"
-    path = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
-    reader = subprocess.Popen(
-        [sys.executable, "-c", LOADS_IN_A_LOOP, directory, end],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert reader.stdout is not None
-        assert reader.stdout.readline() == "begun\n"
-        run = Run(directory, keep_last=2)
-        begin, has_gone = time.monotonic(), tmp_path / "end.gone"
-        step = 0
-        while time.monotonic() < begin + (1 if has_gone.exists() else 60):
-            step += 1
-            run.save(step, state_of(step, 400_000))
-        end.touch()
-        output, _ = reader.communicate(timeout=60)
-    finally:
-        reader.kill()
-        reader.wait()
-    assert reader.returncode == 0
-    right, gone = map(int, output.split())
+    arguments = ("-c", LOADS_IN_A_LOOP, directory, end)
+    with ThreadPoolExecutor(1) as threads:
+        reader = threads.submit(run_python, *arguments, folder=tmp_path, timeout_s=120)
+        try:
+            until((tmp_path / "end.begun").exists)
+            run = Run(directory, keep_last=2)
+            begin, has_gone = time.monotonic(), tmp_path / "end.gone"
+            step = 0
+            while time.monotonic() < begin + (1 if has_gone.exists() else 60):
+                step += 1
+                run.save(step, state_of(step, 400_000))
+        finally:
+            end.touch()
+        done = reader.result(60)
+    assert done.returncode == 0, done.stdout
+    right, gone = map(int, done.stdout.split())
     assert right > 0
     assert gone > 0, "no step went away while it was loaded: the test has tried nothing"
 

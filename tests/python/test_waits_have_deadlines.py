@@ -7,6 +7,7 @@ table of those that are short, or that no rank waits for.
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -351,10 +352,16 @@ CPP = {
 def python_waits(
     find: Callable[[ast.AST, str], Iterator[str]],
 ) -> Iterator[str]:
-    for path in sorted((ROOT / "torch_ckpt").rglob("*.py")):
-        tree = ast.parse(path.read_text())
-        name = path.relative_to(ROOT / "torch_ckpt").as_posix()
+    for name, tree in sources().items():
         yield from (f"{name} {where}" for where in find(tree, ""))
+
+
+@functools.cache
+def sources() -> dict[str, ast.AST]:
+    """The modules of the package, parsed."""
+    package = ROOT / "torch_ckpt"
+    paths = sorted(package.rglob("*.py"))
+    return {path.relative_to(package).as_posix(): ast.parse(path.read_text()) for path in paths}
 
 
 def timed_waits_in(

@@ -56,7 +56,8 @@ COMMAND = "python tests/crossed.py"
 TIMEOUT_S = 60  # For a case.
 SHRINKING_S = 60
 PARTS = 7  # Tests of one process, and tests of ranks. A check without --full runs the first.
-PART_S, FULL_S = 8, 250  # Seconds of cases of one part: in each check, and in a full one.
+FULL_S = 250  # Seconds of cases of one part in a full check.
+PART_S, PART_CASES = 8, 8  # In each check: as many cases, in so many seconds at most.
 PART_TIMEOUT_S = FULL_S + 2 * TIMEOUT_S + SHRINKING_S
 EXPECTED = "expected.pt"
 
@@ -473,15 +474,15 @@ def check(case: Case, places: Places, worlds: Any, *, shrinks: bool = True) -> N
     )
 
 
-def campaign(seed: int, seconds: float, places: Places, worlds: Any = None) -> int:
-    """Runs cases of one seed after another for so long; returns how many.
+def campaign(seed: int, full: bool, places: Places, worlds: Any = None) -> int:
+    """Runs the cases of one part, of one seed after another; returns how many.
 
     Raises:
         AssertionError: One fails.
     """
-    end = time.monotonic() + seconds
+    end = time.monotonic() + (FULL_S if full else PART_S)
     for number in itertools.count():
-        if time.monotonic() > end:
+        if time.monotonic() > end or (not full and number == PART_CASES):
             break
         check(Case.of(seed + number, with_ranks=worlds is not None), places, worlds)
     return number

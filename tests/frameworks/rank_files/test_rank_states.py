@@ -35,6 +35,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from trained_nets import give_state, local
 
 import torch_ckpt
 from torch_ckpt import FastReader, RankState
@@ -55,8 +56,8 @@ def network() -> torch.nn.Sequential:
     return net
 
 
-def trained(kind: str, steps: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """A model on the mesh of a kind, or of FSDP1, after steps of training."""
+def placed(kind: str) -> tuple[torch.nn.Module, torch.optim.AdamW]:
+    """A model on the mesh of a kind, or of FSDP1, and an optimizer without a state."""
     net: Any = network()
     count = dist.get_world_size()
     if kind == "fsdp1":
@@ -69,7 +70,22 @@ def trained(kind: str, steps: int) -> tuple[torch.nn.Module, torch.optim.Optimiz
         sizes = (2, count // 2) if kind == "hsdp" else (count,)
         names = ("replicate", "shard")[-len(sizes) :]
         fully_shard(net, mesh=init_device_mesh("cpu", sizes, mesh_dim_names=names))
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    return net, torch.optim.AdamW(net.parameters(), lr=0.1)
+
+
+def begun(kind: str, factor: float) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """A model and an optimizer that have a state, whose values depend on a factor."""
+    net, optimizer = placed(kind)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            local(parameter).mul_(factor)
+    give_state(net, optimizer)
+    return net, optimizer
+
+
+def trained(kind: str, steps: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """A model and an optimizer after steps of training."""
+    net, optimizer = placed(kind)
     for step in range(steps):
         net(torch.full((2, 5), 1.0 + step)).sum().backward()
         optimizer.step()
@@ -113,7 +129,7 @@ def save_with_accelerate(path: Path, kind: str) -> dict[str, Any]:
 
 def save_as_verl(path: Path, kind: str) -> dict[str, Any]:
     """Writes the files that verl's FSDPCheckpointManager writes, as it does."""
-    model, optimizer = trained(kind, 2)
+    model, optimizer = begun(kind, 2.0)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
     torch.manual_seed(rank)
@@ -148,7 +164,7 @@ def resumed(path: Path, kind: str) -> dict[str, Any]:
 
 def resumed_verl(path: Path) -> tuple[dict[str, Any], list[Any]]:
     """Loads into a model on other ranks, and the random states if there are as many."""
-    model, optimizer = trained("fsdp", 1)
+    model, optimizer = begun("fsdp", 3.0)
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)  # Adds to the groups.
     rngs: list[Any] = []
     rng = RankState(lambda: None, rngs.append)
