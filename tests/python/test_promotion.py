@@ -250,10 +250,10 @@ def test_the_newest_step_is_promoted_first_and_one_that_would_not_remain_is_skip
     tmp_path: Path,
 ) -> None:
     # Copying a step takes two seconds.
-    rate = 12 << 20
+    rate = 512 << 10
     run = Run(tmp_path / "run", local=tmp_path / "local", keep_last=2, promote_bytes_per_s=rate)
     for step in range(1, 7):
-        run.save(step, _state(step, 24 << 20))
+        run.save(step, _state(step, 1 << 20))
         assert 1 in _steps(tmp_path / "local")  # It is being promoted: its last whole copy.
     assert _steps(tmp_path / "run") == []
     run.close()
