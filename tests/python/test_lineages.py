@@ -707,6 +707,46 @@ def test_a_run_whose_directory_was_lost_leaves_the_steps_of_a_machine_that_was_a
         assert restored(Run(run)) == (110, 3)
 
 
+def test_a_job_that_takes_its_term_beside_one_with_a_later_clock_is_the_newest(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(Run(run), 1, 1)
+    ahead, behind, write = Run(run), Run(run), Location.write
+    now_s = time.time()
+
+    def writes_later(file: Location, *args: Any, **options: Any) -> None:
+        if file.name.startswith("term-"):
+            monkeypatch.setattr(Location, "write", write)
+            with monkeypatch.context() as clock:
+                clock.setattr(time, "time", lambda: now_s + 3600)
+                save(ahead, 2, 2)
+        write(file, *args, **options)
+
+    for job in (ahead, behind):
+        assert restored(job) == (1, 1)
+    monkeypatch.setattr(Location, "write", writes_later)
+    save(behind, 3, 3)
+    save(behind, 4, 3)
+    assert restored(Run(run)) == (4, 3)
+    with pytest.raises(SupersededError):
+        save(ahead, 5, 2)
+
+
+@pytest.mark.parametrize("jobs", [1, 22])
+def test_an_older_job_whose_term_was_removed_names_the_newer_one(run: Path, jobs: int) -> None:
+    old = Run(run)
+    save(old, 1, 1)
+    own = run / f"term-{newest_term(Location(run)).number}"
+    for step in range(2, 2 + jobs):
+        job = Run(run)
+        restored(job)
+        save(job, step, 2)
+    own.unlink(missing_ok=True)
+    assert old.latest_step() == 1 + jobs
+    with pytest.raises(SupersededError):
+        save(old, 100, 1)
+
+
 @pytest.mark.parametrize("now_s", [-1.0, 0.0, 1e18, math.inf])
 def test_a_term_begins_whatever_the_clock_says(
     run: Path, monkeypatch: pytest.MonkeyPatch, now_s: float

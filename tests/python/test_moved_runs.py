@@ -80,6 +80,11 @@ READS: dict[str, Callable[[Run], object]] = {
     "step_at": lambda run: run.step_at("2999-01-01"),
     "lease": lambda run: run.lease(3).__enter__(),
 }
+LOCAL_READS: dict[str, Callable[[Run], object]] = {
+    **READS,
+    "restore of a step": lambda run: run.restore({"w": torch.zeros(9)}, step=40),
+    "lease": lambda run: run.lease(40).__enter__() and 40,
+}
 
 
 @pytest.mark.thin(2)
@@ -92,13 +97,14 @@ def test_a_run_reads_no_step_of_another_directory_at_its_path(
     """It would continue from the values of another run, or start over without an error."""
     local = {"local": run.with_name("local")} if options == "local" else OPTIONS[options]
     with Run(run, monitor="loss", **local) as going:
-        _save(going, 40)
+        going.save(40, {"w": torch.full((9,), 40.0)}, metrics={"loss": 1.0})
         going.wait(promoted=True)
         lose(run)
         if options == "local" and lose is not _replace:  # Its local steps are of this run.
-            assert going.restore({"w": torch.zeros(9)}) == 40
+            assert LOCAL_READS[read](going) == 40
         else:
-            with pytest.raises(CheckpointError, match=r"not the directory of this run|the id"):
+            says = "not the directory of this run|it is gone, and this job has saved there"
+            with pytest.raises(CheckpointError, match=says):
                 READS[read](going)
         if run.exists():
             run.rename(run.with_name("third"))

@@ -452,10 +452,19 @@ def test_a_step_that_a_restore_found_damaged_is_no_base(
     assert (_written(tmp_path / "step-3") < 30_000) == (damaged == [2])
 
 
+def _discards(run: Run) -> None:
+    assert run.discard_after(2) == []
+
+
+def _restores_sound_tensors(run: Run) -> None:
+    assert run.restore({"step": -1}, step=2, strict=False) == 2
+
+
+@pytest.mark.parametrize("then", [lambda run: None, _discards, _restores_sound_tensors])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("step", [None, 2], ids=["newest", "given"])
 def test_a_local_step_that_a_restore_found_damaged_is_no_base_if_the_run_has_it_sound(
-    tmp_path: Path, memory: Path, mode: str, step: int | None
+    tmp_path: Path, memory: Path, mode: str, step: int | None, then: Callable[[Run], None]
 ) -> None:
     local, state = tmp_path / "local", _frozen_and_tuned()
     with Run(tmp_path / "run", local=local, **MODES[mode]) as run:
@@ -471,6 +480,7 @@ def test_a_local_step_that_a_restore_found_damaged_is_no_base_if_the_run_has_it_
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # It is passed over there.
             assert run.restore(loaded, step=step) == 2
+            then(run)
         _tune(loaded)
         run.save(3, loaded)
         run.wait()

@@ -79,8 +79,12 @@ class Destination(NamedTuple):
         Raises CorruptionError if the text is no encoded destination.
         """
         directory, shared, small_files, base = _decoded(text)
-        others = Location(shared) if shared else None, small_files, Location(base) if base else None
-        return cls(Location(directory), *others)
+        return cls(
+            Location(directory),
+            Location(shared) if shared else None,
+            small_files,
+            Location(base) if base else None,
+        )
 
     @classmethod
     def of(cls, snapshot: _native.StoredSnapshot) -> Destination:
@@ -89,7 +93,7 @@ class Destination(NamedTuple):
 
     def encode(self) -> str:
         """Returns the path of the directory, or a JSON object if further fields are set."""
-        if self[1:] == (None, None, None):
+        if self == Destination(self.directory):
             return str(self.directory)
         facts: dict[str, object] = {
             "directory": str(self.directory),

@@ -110,9 +110,9 @@ def transaction_of(snapshot: _native.StoredSnapshot, save_id: str) -> Checkpoint
 
     A snapshot may be old when it is persisted, so it must not supersede a save committed meanwhile.
     """
-    directory, _, small_files, _ = Destination.of(snapshot)
+    target, sync = Destination.of(snapshot), snapshot.sync
     return CheckpointTransaction(
-        directory, save_id, sync=snapshot.sync, supersedes=False, small_files=small_files
+        target.directory, save_id, sync=sync, supersedes=False, small_files=target.small_files
     )
 
 

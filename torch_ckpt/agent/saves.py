@@ -160,8 +160,8 @@ class Saves:
         error: BaseException | None = None
         differences: Sequence[Difference] = ()
         try:
-            self._claim_directory(save, slots)
-            differences = self._persist(slots)
+            destination = self._claim_directory(save, slots)
+            differences = self._persist(slots, destination)
         except BaseException as problem:
             error = problem
         with self._changed:
@@ -222,14 +222,14 @@ class Saves:
             memories = [slot.memory for slot in entry.slots if slot.memory is not None]
             files = manifests_of(memories[0])
             try:
-                self._claim_directory(save, entry.slots)
+                destination = self._claim_directory(save, entry.slots)
             except (NotFoundError, StorageError) as error:
                 failure = files.failure_of(error)
                 publish(files, {"epoch": None, "failure": failure})
                 raise_failure(failure)
             entry.joint = JointSave(
                 memories,
-                self._writing(entry.slots[0]),
+                self._writing(destination),
                 check_replicas=options.check_replicas,
                 timeout_s=options.peers_timeout_s,
                 is_shutting_down=lambda: self._is_shutting_down(save),
@@ -287,38 +287,38 @@ class Saves:
                 self._failure(save).write_text(json.dumps(self._failures[save]))
         self._changed.notify_all()
 
-    def _claim_directory(self, save: Save, slots: list[SlotFile]) -> None:
-        """Raises if the directory of the checkpoint no longer belongs to its run."""
+    def _claim_directory(self, save: Save, slots: list[SlotFile]) -> Destination:
+        """Returns where the save goes. Raises if the directory no longer belongs to its run."""
         assert slots[0].memory is not None
         snapshot = slots[0].memory.read()
         if not snapshot.directory:
             raise CheckpointError("cannot persist the save: it has no directory")
-        directory, shared, files, _ = Destination.of(snapshot)
-        if shared is not None:
+        found = Destination.of(snapshot)
+        if (shared := found.shared) is not None:
             # One for all saves: each call to a directory that never answers leaves a thread.
             answers = self._answers.setdefault(str(shared), Answers(shared))
             answers.get(functools.partial(check_shared, shared, self._folder))
-        may_recreate = self._is_live(save)
-        claim_directory(directory.parent, self._folder, files, may_recreate=may_recreate)
+        parent, may_recreate = found.directory.parent, self._is_live(save)
+        claim_directory(parent, self._folder, found.small_files, may_recreate=may_recreate)
+        return found
 
-    def _persist(self, slots: list[SlotFile]) -> list[Difference]:
+    def _persist(self, slots: list[SlotFile], destination: Destination) -> list[Difference]:
         memories = [slot.memory for slot in slots if slot.memory is not None]
         snapshots = [memory.read() for memory in memories]
         headers = [memory.header() for memory in memories]
         options = self._options()
         differences = persist(
             snapshots,
-            self._writing(slots[0]),
+            self._writing(destination),
             check_replicas=options.check_replicas,
             is_current=lambda: [memory.header() for memory in memories] == headers,
         )
         _log.info("step %d is on disk", headers[0].step)
         return differences
 
-    def _writing(self, slot: SlotFile) -> Writing:
-        """Returns how to write a save, of which this is the slot of a rank."""
-        assert slot.memory is not None
-        options, destination = self._options(), Destination.of(slot.memory.read())
+    def _writing(self, destination: Destination) -> Writing:
+        """Returns how to write a save."""
+        options = self._options()
         base = None if destination.base == destination.directory else destination.base
         return Writing(options.io, options.reuse, base)
 

@@ -344,10 +344,10 @@ class SnapshotAgent:
             CheckpointError: The state could not be staged; see :meth:`stage` for the other errors.
         """
         phases = Phases("staging")
-        others: dict[str, Any] = {"sync": sync, "small_files": small_files, "base": base}
+        options: dict[str, Any] = {"step": step, "sync": sync, "small_files": small_files}
         self._newest = None  # Until it is staged: an interrupt must not withdraw the save before.
         with self._exclusive.use_by_all("save with the agent", self._stages, self.timeout_s):
-            staged = self.stage(state_dict, directory, step=step, persist=persist, **others)
+            staged = self.stage(state_dict, directory, persist=persist, base=base, **options)
             if staged is None:
                 return None
             if persist:

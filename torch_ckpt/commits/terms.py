@@ -1,14 +1,14 @@
 """Terms: which job of a run may commit, and from which steps its training continues.
 
-A job takes the next term before its first save, by creating a file in the directory of the run:
-``term-7`` for term 7. Only one process can create it, so a term works as a fencing token. Each step
+A job takes a term before its first save, by creating a file in the directory of the run: ``term-7``
+for term 7. The newest term counts, so it works as a fencing token. Each step
 that the job saves records the number of the term in ``.metadata``. Every commit first checks for a
 later term: a job that was believed dead, but still runs, replaces no step of its successor. A local
 directory of the run contains the file as well, for jobs of the same machine.
 
 The number of a term is the time when it began, in milliseconds since 1970, and larger than all that
-its job has found, even if the clock is wrong. So the order of the jobs is that of their numbers,
-also if the directory of the run was lost, and steps of a job are on a machine that was away.
+its job has found, even if the clock is wrong. So steps on a machine that was away are older than
+those of later jobs, even if the directory of the run was lost.
 
 The file also records the lineage: the former terms, and the newest step of each that this job
 builds on. A restore ignores all other steps. A step without a term number, such as one that stock
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -131,7 +132,7 @@ def term_at(run: Location, number: int) -> Term | None:
 def take_term(
     run: Location, lineage: Mapping[int, int], local: Location | None = None, job: str = ""
 ) -> Term:
-    """Takes the next term of a run, for this process.
+    """Takes a term of a run that is newer than all others, for this process.
 
     Writes the file to the ``local`` directory of the steps as well, because a job that was believed
     dead may save there, too. A term of a publisher has no ``lineage``, and each term of a run has
@@ -142,38 +143,47 @@ def take_term(
         StorageError: A file cannot be written. It may exist nevertheless: then the ``job`` must not
             save in any of its former terms.
     """
-    with created(run, sync=True):
-        pass
     places = [run] if local is None else [run, local]
-    for _ in range(_MOST_TRIES):
-        names = [_names(place) for place in places]
-        for place, found in zip(places, names, strict=True):
-            _check_use(place, found, lineage)
-        taken = (number for found in names for number in _numbers_among(found))
-        began_s = time.time()
-        now_ms = int(1000 * min(max(0.0, began_s), _LAST_S))  # The clock may be wrong.
-        number = max([now_ms, *(1 + former for former in (*lineage, *taken))])
-        term = Term(number, lineage, socket.gethostname(), os.getpid(), str(run), began_s, job)
-        file = run / f"term-{number}"
-        try:
-            file.write(_encoded(term), sync=True)
-            run.sync()
-            if local is not None:
-                local.create_directories()
-                # It names no directory: a copied local directory is one of the same run.
-                here = _encoded(dataclasses.replace(term, directory=""))
-                (local / file.name).replace(here, sync=True)
-                local.sync()
-        except StorageError as error:
-            if error.errno == EEXIST:  # Another job has taken it.
-                continue
-            for place in places:  # No job took this term, so it must not supersede one.
-                (place / file.name).discard()
-            raise
-        for place in places:
-            _remove_former(place)
-        return term
-    raise StorageError(f"cannot begin a term in {run}: other jobs begin terms at the same time")
+    with created(run, sync=True):
+        for _ in range(_MOST_TRIES):
+            names = [_names(place) for place in places]
+            for place, found in zip(places, names, strict=True):
+                _check_use(place, found, lineage)
+            began_s = time.time()
+            now_ms = int(1000 * min(max(0.001, began_s), _LAST_S))  # The clock may be wrong.
+            taken = itertools.chain(lineage, *map(_numbers_among, names))
+            number = max([now_ms, *(1 + former for former in taken)])
+            host, pid = socket.gethostname(), os.getpid()
+            term = Term(number, lineage, host, pid, str(run), began_s, job)
+            if _wrote(term, run, local):
+                for place in places:
+                    _remove_former(place)
+                return term
+        raise StorageError(f"cannot begin a term in {run}: other jobs begin terms at the same time")
+
+
+def _wrote(term: Term, run: Location, local: Location | None) -> bool:
+    """Writes the files of a new term; returns whether it is the newest."""
+    file = run / f"term-{term.number}"
+    try:
+        file.write(_encoded(term), sync=True)
+        run.sync()
+        if max(_numbers_among(_names(run)), default=0) > term.number:
+            file.discard()
+            return False
+        if local is not None:
+            local.create_directories()
+            # It names no directory: a copied local directory is one of the same run.
+            here = _encoded(dataclasses.replace(term, directory=""))
+            (local / file.name).replace(here, sync=True)
+            local.sync()
+    except StorageError as error:
+        if error.errno == EEXIST:  # Another job has taken it.
+            return False
+        for place in filter(None, (run, local)):  # No job took this term: it supersedes none.
+            (place / file.name).discard()
+        raise
+    return True
 
 
 def check_term(
@@ -231,14 +241,16 @@ def has_term(names: Collection[str], number: int | None = None) -> bool:
 def check_directory(run: Location, number: int, job: str, *, may_be_empty: bool = False) -> None:
     """Checks that a path still leads to the directory in which a job took a term.
 
-    Raises CheckpointError if the directory has terms and none of the job, or has neither terms
-    nor steps, unless it ``may_be_empty``. Raises StorageError if it cannot be read. A directory
-    with steps and without terms passes: a program may have removed old files.
+    Raises CheckpointError if the directory has terms, and none of the job or after it, or has
+    neither terms nor steps, unless it ``may_be_empty``. Raises StorageError if it cannot be read. A
+    directory with steps and without terms passes: a program may have removed old files.
     """
     found = term_at(run, number)
     if found is None:
         names = _names(run)
         others = [term_at(run, other) for other in _numbers_among(names)]
+        if any(each and number in each.lineage for each in others):
+            return  # Later terms of this run have removed it.
         found = next((each for each in others if each and each.job == job), None)
         has_steps = any(map(STEP_NAME.fullmatch, names))
         if found is None and not others and (may_be_empty or has_steps):

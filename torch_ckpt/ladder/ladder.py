@@ -126,7 +126,7 @@ class Ladder:
         self._lineage, self._ready = lineage, ready
         # On the coordinator, from the last choice: the newest term, and steps outside its lineage.
         self._term, self._left = Term(), list[int]()
-        self._damaged: list[_Found] = []  # By the last restore.
+        self._damaged: list[_Found] = []  # By all restores.
         self.loaded: LoadReport | None = None
         """What the last restore did; ``None`` if it loaded nothing."""
 
@@ -140,7 +140,7 @@ class Ladder:
 
     def restore(self, state: dict[str, Any], strict: bool | None = None) -> int | None:
         """Loads the newest sound step and returns it; ``None`` if no step was committed."""
-        self.loaded, self._damaged = None, []
+        self.loaded = None
         given: dict[str, object] = {"step": None, "strict": strict}
         tried: list[_Found] = []
         failure: CheckpointException | None = None
@@ -192,7 +192,7 @@ class Ladder:
             found.sort(key=lambda each: (not self._term.has(step, each.term), -each.term))
             return found, max([step, *(max(steps, default=step) for steps in memory.values())])
 
-        self.loaded, self._damaged = None, []
+        self.loaded = None
         given = {"step": step, "strict": strict}
         found, newest = self._decide(lambda: step_number(step), choose, given)
         for each in found:
@@ -206,9 +206,9 @@ class Ladder:
                 break
         return found[0].step
 
-    def has_found_damaged(self, step: int, rung: Rung) -> bool:
-        """Returns whether the last restore has passed over a step on a rung because of damage."""
-        return any(each.step == step and self._rungs[each.rung] is rung for each in self._damaged)
+    def damaged_on(self, rung: Rung) -> set[int]:
+        """Returns the steps that restores have passed over on a rung because of damage."""
+        return {each.step for each in self._damaged if self._rungs[each.rung] is rung}
 
     def reading(self, choose: Callable[[T], R]) -> Callable[[T], R]:
         """Returns a function that reads the directory and chooses, within the deadline."""

@@ -139,14 +139,17 @@ class Lineage:
             check_term(self._run, self._term.number)
 
     def check_place(self) -> None:
-        """Raises CheckpointError if the path leads to another directory than at the last save.
+        """Raises CheckpointError if the directory in which this job took its term is not there.
 
-        On the coordinator only, as :meth:`check`. Steps in that directory are not of this run.
+        On the coordinator only, as :meth:`check`. Steps in another directory are not of this run.
         """
         if self._term is None or not self._term.job or self._run.local_path is None:
             return
         if self._is_gone():
-            raise other_directory(self._run, "it is gone")
+            raise CheckpointError(
+                f"cannot use {self._run}: it is gone, and this job has saved there. Move it back; "
+                "otherwise the next save creates it again"
+            )
         may_be_empty = not self._is_alone  # Its local steps count in a new directory.
         check_directory(self._run, self._term.number, self._term.job, may_be_empty=may_be_empty)
 

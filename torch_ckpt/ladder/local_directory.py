@@ -20,7 +20,7 @@ from torch_ckpt.agent.identity import (
 )
 from torch_ckpt.commits.terms import newest_term
 from torch_ckpt.coordination.group import Group
-from torch_ckpt.errors import CheckpointError, StorageError, is_unreadable
+from torch_ckpt.errors import CancelledError, CheckpointError, StorageError, is_unreadable
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import has_checkpoint
 from torch_ckpt.ladder.failures import PromotionFailures
@@ -135,9 +135,13 @@ def promotion_for(
         assert isinstance(local, MachineDirectories)
         try:
             local.spread(step, whole[step], own, group, timeout_s)
-            here.add(step)
+        except CancelledError:
+            raise
         except CheckpointError as error:  # On all ranks.
             _LOG.warning("not all machines have the metadata of step %d: %s", step, error)
+        with contextlib.suppress(CheckpointError):
+            if part_in(local.path(step)).save_id == whole[step].save_id:
+                here.add(step)
     if not places.is_first:
         check = functools.partial(check_owner, local.directory, run_id, may_be_gone=True)
         return WithoutPromotion(check_owner=check)

@@ -122,9 +122,10 @@ class StepLoads(Ending):
         self._check_open()
         *local, run = self._disks
         self._saves.check_owner()
-        self._saves.lineage.check_place()
-        has_step = (disk for disk in local if disk.has_whole(step))
-        with lease(next(has_step, run).directory, step) as path:
+        disk = next((disk for disk in local if disk.has_whole(step)), run)
+        if disk is run:
+            self._saves.lineage.check_place()
+        with lease(disk.directory, step) as path:
             yield path.checkpoint_id
 
     @property
@@ -169,16 +170,18 @@ class StepLoads(Ending):
         """
         self._check_open()
         self._saves.set_base(None)  # Until a step has proved sound.
-        found: int | None
+        found: int | None = None
         with self._saves.recording("load", step if type(step) is int else None) as record:
-            if step is None:
-                found = self._ladder.restore(state, strict)
-            else:
-                found = self._ladder.restore_step(state, step, strict)
+            try:
+                if step is None:
+                    found = self._ladder.restore(state, strict)
+                else:
+                    found = self._ladder.restore_step(state, step, strict)
+            finally:
+                self._saves.damaged = self._ladder.damaged_on(self._disks[0])
             if record is not None:
                 record.step = found
-        if found is not None and not self._ladder.has_found_damaged(found, self._disks[0]):
-            self._saves.set_base(found)
+        self._saves.set_base(found)
         if found is not None:
             self._boundary.restored(found)
             self._schedule.restored(found)

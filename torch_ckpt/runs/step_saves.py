@@ -76,6 +76,7 @@ class StepSaves:
         self.saved, self._reuses = 0, reuses
         self._last: int | None = None  # The step that was saved or restored last.
         self._knows_last = False
+        self.damaged: set[int] = set()  # Restores have found these so, where the saves go.
         self.lineage = lineage
         self._pending: BackgroundSave | None = None
         self._failed = FailedSaves(disks[0], backend.may_commit, removes=group.is_coordinator)
@@ -237,12 +238,12 @@ class StepSaves:
         """Returns the step from which a save takes unchanged data; ``step`` itself without one.
 
         That is the last step that was saved or restored. A process that has done neither uses the
-        newest committed step.
+        newest committed step. A damaged step is not used.
         """
         if not self._knows_last:
             with contextlib.suppress(CheckpointError):  # The save may fail for it, or not.
                 self.set_base(next(iter(committed_steps(self._disk.directory)), None))
-        return step if self._last is None else self._last
+        return step if self._last is None or self._last in self.damaged else self._last
 
     def set_base(self, step: int | None) -> None:
         """Makes the next save take unchanged data from this step, if any."""
