@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
+import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePath
@@ -23,6 +25,8 @@ from torch_ckpt.coordination import exclusive as exclusive_module
 from torch_ckpt.coordination.exclusive import Exclusive, exclusive
 from torch_ckpt.coordination.group import Group
 from torch_ckpt.errors import text_of
+from torch_ckpt.staging import staged as staged_module
+from torch_ckpt.staging import stager as stager_module
 from torch_ckpt.staging.stager import SnapshotStager
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -198,6 +202,31 @@ def test_an_interrupt_at_any_moment_leaves_no_object_in_use(method: str) -> None
             other.submit(owner.use).result()
     assert len(raised) > 50
     assert {type(error) for error in raised} == {KeyboardInterrupt}
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_an_interrupt_at_any_moment_leaves_no_staging_memory_in_use(
+    blocking: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stager_module, "_SLACK_NBYTES", 0)
+    stager = SnapshotStager(blocking=blocking)
+    numbers = itertools.cycle((1000, 10_000))  # Neither fits in the memory of the other.
+
+    def stage() -> None:
+        state = {"w": torch.empty(next(numbers)), "n": 1}
+        stager.stage(state)
+        stager.wait_staged()
+        stager.reserve(state)
+
+    raised = []  # A program may keep the errors, and so the tensors.
+    for error in interrupts(stage, [stager_module, staged_module, weakref]):
+        raised.append(error)
+        deadline = time.monotonic() + 10
+        while stager.is_busy and not blocking and time.monotonic() < deadline:
+            time.sleep(0.001)  # The thread that copies may not have ended.
+        assert not stager.is_busy, f"after interrupt {len(raised)}"
+        assert type(error) is KeyboardInterrupt
+    assert len(raised) > 300
 
 
 def test_an_interrupt_leaves_no_lock_of_the_staging_memory_behind() -> None:
