@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -17,8 +18,9 @@ import pytest
 import torch
 from checkpoints import ROOT
 from command import DAMAGED, FAILED, MODULE, SOUND, run_command
+from forks import run_python
 
-from torch_ckpt import Run
+from torch_ckpt import Publisher, Run
 from torch_ckpt.commits import leases
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.ladder import step_files
@@ -185,6 +187,27 @@ def test_gc_removes_what_killed_processes_have_left_and_nothing_else(run: Path) 
     assert run_command("gc", run) == (SOUND, "nothing to remove\n")
 
 
+_KILLED_IN_THE_FIRST_SAVE = """
+import os, sys
+from unittest import mock
+import torch
+from torch_ckpt import FastWriter, Run
+
+with mock.patch.object(FastWriter, "finish", lambda *_, **__: os.kill(os.getpid(), 9)):
+    Run(sys.argv[1]).save(1, {"w": torch.ones(1000)})
+"""
+
+
+def test_gc_removes_what_a_killed_first_save_has_left(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    ended = run_python("-c", _KILLED_IN_THE_FIRST_SAVE, run, folder=tmp_path)
+    assert ended.returncode == -signal.SIGKILL
+    (hidden,) = run.glob(".*")
+    assert steps_in(run) == []
+    assert run_command("gc", run) == (SOUND, f"removed {hidden}\n")
+    assert run_command("gc", run) == (SOUND, "nothing to remove\n")
+
+
 def test_gc_leaves_a_save_in_progress_after_a_run_has_gone_back(tmp_path: Path) -> None:
     run = tmp_path / "run"
     save_steps(run, 1, 20, 30)
@@ -218,6 +241,13 @@ def test_gc_of_a_local_directory_leaves_it_if_another_run_is_under_the_path_of_i
 def test_gc_of_no_run_says_so(tmp_path: Path) -> None:
     status, printed = run_command("gc", tmp_path / "absent")
     assert (status, "the directory does not exist" in printed) == (FAILED, True)
+    versions = tmp_path / "versions"
+    with Publisher(versions) as publisher:
+        publisher.publish(1, {"w": torch.ones(10)})
+    (versions / ".removed-step-1-0123abcd").mkdir()
+    before = set(os.listdir(versions))
+    assert run_command("gc", versions)[0] == FAILED
+    assert set(os.listdir(versions)) == before
 
 
 # verify --all, watch, paths, usage
