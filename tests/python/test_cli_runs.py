@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -21,6 +22,7 @@ from command import DAMAGED, FAILED, MODULE, SOUND, run_command
 from forks import run_python
 
 from torch_ckpt import Publisher, Run
+from torch_ckpt.cli import watch
 from torch_ckpt.commits import leases
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.ladder import step_files
@@ -356,6 +358,24 @@ def lines_of(call: str, phase: str, end: float, **details: Any) -> str:
     return "".join(
         Event(call, "save", 7, rank, "host", phase, end - 6, end, details).line() for rank in (0, 1)
     )
+
+
+@pytest.mark.parametrize(("options", "steps"), [([], [3, 4, 5, 6]), (["--exec", "true"], [3, 6])])
+def test_watch_prints_each_new_step_and_runs_a_command_on_the_newest(
+    run: Path, options: list[str], steps: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searched, searches = watch._terms_of_steps, itertools.count()
+
+    def search(*arguments: Any) -> dict[int, int]:
+        if next(searches) == 1:
+            save_steps(run, 4, 5, 6)
+        return searched(*arguments)
+
+    monkeypatch.setattr(watch, "_terms_of_steps", search)
+    words = ["--interval", 0.01, "--until-step", 6, "--json"]
+    status, printed = run_command("watch", run, *words, *options)
+    facts = map(json.loads, printed.splitlines())
+    assert (status, [each["step"] for each in facts if "step" in each]) == (SOUND, steps)
 
 
 @pytest.mark.parametrize("as_json", [True, False])
