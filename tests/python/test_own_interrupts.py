@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path, PurePath
 from typing import Any
 from unittest import mock
@@ -21,13 +21,16 @@ from support.interrupts import interrupts
 
 import torch_ckpt
 from torch_ckpt import FastLoadPlanner, FastReader, FastSavePlanner, FastWriter, Run
+from torch_ckpt import api as api_module
 from torch_ckpt.coordination import exclusive as exclusive_module
 from torch_ckpt.coordination.exclusive import Exclusive, exclusive
 from torch_ckpt.coordination.group import Group
 from torch_ckpt.errors import text_of
+from torch_ckpt.staging import save_staging as save_staging_module
 from torch_ckpt.staging import staged as staged_module
 from torch_ckpt.staging import stager as stager_module
 from torch_ckpt.staging.stager import SnapshotStager
+from torch_ckpt.storage import writer as writer_module
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -227,6 +230,28 @@ def test_an_interrupt_at_any_moment_leaves_no_staging_memory_in_use(
         assert not stager.is_busy, f"after interrupt {len(raised)}"
         assert type(error) is KeyboardInterrupt
     assert len(raised) > 300
+
+
+def test_an_interrupt_of_an_asynchronous_save_leaves_no_staging_memory_in_use(
+    tmp_path: Path,
+) -> None:
+    stager = SnapshotStager()
+    state = {"w": torch.ones(1000)}
+
+    def save() -> None:
+        writer = FastWriter(tmp_path / "saved", stager=stager)
+        future = torch_ckpt.async_save(state, checkpoint_id=writer.path, storage_writer=writer)
+        assert isinstance(future, Future)
+        future.result()
+
+    raised = []  # As a notebook keeps the last error, and so the frames of the call.
+    for error in interrupts(save, [api_module, save_staging_module, writer_module]):
+        raised.append(error)
+        deadline = time.monotonic() + 10
+        while stager.is_busy and time.monotonic() < deadline:
+            time.sleep(0.001)  # The save may have begun.
+        assert not stager.is_busy, f"after interrupt {len(raised)}"
+    assert len(raised) > 100
 
 
 def test_an_interrupt_leaves_no_lock_of_the_staging_memory_behind() -> None:
