@@ -165,17 +165,18 @@ def async_save(
             if isinstance(writer, FastWriter) and plans_together and by_thread:
                 decide = functools.partial(call.decide, phase="staging")
                 stack.enter_context(writer.staging.sharing(order.planner, decide, call.group.names))
-            with call.current(), phase("stage"):  # The stager waits no longer than the call.
-                staged = stager.stage(state_dicts_of(state_dict))
-            if isinstance(writer, FastWriter):
-                writer.begin_in_background(checkpoint_id)
-            begin = save_in_thread if by_thread else save_in_process
+            staged: Any = None
             try:
+                with call.current(), phase("stage"):  # The stager waits no longer than the call.
+                    staged = stager.stage(state_dicts_of(state_dict))
+                if isinstance(writer, FastWriter):
+                    writer.begin_in_background(checkpoint_id)
+                begin = save_in_thread if by_thread else save_in_process
                 future = begin(order, staged, call)
             except BaseException as error:
                 # References in its traceback would keep the staging memory in use.
                 traceback.clear_frames(error.__traceback__)
-                del staged
+                staged = None
                 raise
             if closes:
                 stack.pop_all()

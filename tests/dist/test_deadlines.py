@@ -15,6 +15,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -53,7 +54,7 @@ from torch.distributed.distributed_c10d import _get_default_group, _get_process_
 from torch.distributed.tensor import Shard
 
 import torch_ckpt
-from torch_ckpt import CheckpointError, FastReader, Run
+from torch_ckpt import CheckpointError, FastReader, FastWriter, Run
 from torch_ckpt.agent import SnapshotAgent
 from torch_ckpt.errors import RankTimeoutError
 from torch_ckpt.filesystems.location import register
@@ -415,6 +416,38 @@ def test_background_save_with_a_rank_past_the_deadline_fails_its_future_on_every
     seen = worlds.agree(2, save_in_the_background, path, fifo, executor, timeout_s=90)
     assert seen[:3] == ((1,), "writing", False)
     worlds.run(2, assert_holds, path, "newer")
+
+
+def wait_for_a_late_rank(path: Path, fifo: Path) -> str:
+    """Rank 1 is held in a save of which rank 0 writes its part for a while, when it waits."""
+    run = Run(path, asynchronous=True, timeout_s=3 * DEADLINE_S)
+    run.save(1, state_of("old"))
+    run.wait()
+    written = FastWriter.write_data
+
+    def write_late(writer: FastWriter, *arguments: Any) -> Any:
+        hold(fifo) if dist.get_rank() == 1 else time.sleep(DEADLINE_S / 2)
+        return written(writer, *arguments)
+
+    with mock.patch.object(FastWriter, "write_data", write_late):
+        run.save(2, state_of("new"))
+        with pytest.raises(CheckpointError) as caught:
+            run.wait()
+        if dist.get_rank() == 0:
+            release(fifo)
+        train()
+    run.save(3, state_of("newer"))
+    run.close()
+    return str(caught.value)
+
+
+def test_wait_for_a_background_save_that_a_late_rank_fails_names_the_rank(
+    worlds: Worlds, path: Path, fifo: Path
+) -> None:
+    first, second = worlds.run(2, wait_for_a_late_rank, path, fifo)
+    for text in (first, second):
+        assert text.startswith("step 2 was not saved: RankTimeoutError: rank 1 is slow")
+    worlds.run(2, assert_holds, path / "step-3", "newer")
 
 
 def use_plain_dcp(path: Path, fifo: Path) -> list[Failure]:

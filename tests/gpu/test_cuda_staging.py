@@ -96,7 +96,8 @@ def test_memory_of_a_snapshot_is_pinned_when_it_is_reserved():
     state = {"w": torch.randn(1000, 1000, device="cuda")}
     stager = SnapshotStager()
     stager.reserve(state)
-    (snapshot,) = stager._free
+    snapshot = stager._snapshot
+    assert snapshot is not None
     assert torch.frombuffer(snapshot, dtype=torch.uint8).is_pinned()
     stager.close()
 

@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from checkpoints import memory_growth_kib, save
 from crafted import StoredBytes, archive
 from safetensors.torch import save_file
-from support.flips import flip_value
+from support.flips import flip, flip_value
 from torch.distributed.checkpoint import FileSystemWriter
 
 import torch_ckpt
@@ -186,6 +186,17 @@ def test_a_damaged_checkpoint_is_a_failure_and_no_difference(
     flip_value(data, WEIGHTS["a"])
     assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 3
     assert data.name in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("damaged", ["a", "b"])
+def test_metadata_that_fail_their_checksum_are_a_failure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], damaged: str
+) -> None:
+    for name in ("a", "b"):
+        SAVES["ours"](WEIGHTS, tmp_path / name)
+    flip(tmp_path / damaged / ".metadata", 60)
+    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 3
+    assert f"{damaged}/.metadata: " in capsys.readouterr().err
 
 
 def test_large_tensors_are_compared_in_pieces(

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import CuttingSavePlanner, data_files, random_tensor, save
-from command import MODULE, SOUND, run_command
+from command import DAMAGED, MODULE, SOUND, run_command
+from support.flips import flip
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     Metadata,
@@ -153,6 +154,16 @@ def test_the_table_has_a_line_for_everything(state: dict[str, Any], tmp_path: Pa
     (scalar,) = (line for line in lines if line.endswith("model.scalar"))
     assert scalar.split() == ["float32", "[]", "1", "4", "B", "model.scalar"]
     assert "5 tensors, 2 objects" in printed
+
+
+def test_metadata_that_fail_their_checksum_are_damaged(
+    state: dict[str, Any], tmp_path: Path
+) -> None:
+    save(state, FastWriter(tmp_path))
+    flip(tmp_path / ".metadata", 60)
+    status, printed = run_command("inspect", tmp_path)
+    assert (status, "fail their checksum" in printed) == (DAMAGED, True)
+    assert "5 tensors, 2 objects" in printed  # All that the index has.
 
 
 def test_who_reads_only_the_first_lines_breaks_nothing(tmp_path: Path) -> None:

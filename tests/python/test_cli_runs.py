@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -17,8 +19,10 @@ import pytest
 import torch
 from checkpoints import ROOT
 from command import DAMAGED, FAILED, MODULE, SOUND, run_command
+from forks import run_python
 
-from torch_ckpt import Run
+from torch_ckpt import Publisher, Run
+from torch_ckpt.cli import watch
 from torch_ckpt.commits import leases
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.ladder import step_files
@@ -185,6 +189,27 @@ def test_gc_removes_what_killed_processes_have_left_and_nothing_else(run: Path) 
     assert run_command("gc", run) == (SOUND, "nothing to remove\n")
 
 
+_KILLED_IN_THE_FIRST_SAVE = """
+import os, sys
+from unittest import mock
+import torch
+from torch_ckpt import FastWriter, Run
+
+with mock.patch.object(FastWriter, "finish", lambda *_, **__: os.kill(os.getpid(), 9)):
+    Run(sys.argv[1]).save(1, {"w": torch.ones(1000)})
+"""
+
+
+def test_gc_removes_what_a_killed_first_save_has_left(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    ended = run_python("-c", _KILLED_IN_THE_FIRST_SAVE, run, folder=tmp_path)
+    assert ended.returncode == -signal.SIGKILL
+    (hidden,) = run.glob(".*")
+    assert steps_in(run) == []
+    assert run_command("gc", run) == (SOUND, f"removed {hidden}\n")
+    assert run_command("gc", run) == (SOUND, "nothing to remove\n")
+
+
 def test_gc_leaves_a_save_in_progress_after_a_run_has_gone_back(tmp_path: Path) -> None:
     run = tmp_path / "run"
     save_steps(run, 1, 20, 30)
@@ -218,6 +243,13 @@ def test_gc_of_a_local_directory_leaves_it_if_another_run_is_under_the_path_of_i
 def test_gc_of_no_run_says_so(tmp_path: Path) -> None:
     status, printed = run_command("gc", tmp_path / "absent")
     assert (status, "the directory does not exist" in printed) == (FAILED, True)
+    versions = tmp_path / "versions"
+    with Publisher(versions) as publisher:
+        publisher.publish(1, {"w": torch.ones(10)})
+    (versions / ".removed-step-1-0123abcd").mkdir()
+    before = set(os.listdir(versions))
+    assert run_command("gc", versions)[0] == FAILED
+    assert set(os.listdir(versions)) == before
 
 
 # verify --all, watch, paths, usage
@@ -326,6 +358,24 @@ def lines_of(call: str, phase: str, end: float, **details: Any) -> str:
     return "".join(
         Event(call, "save", 7, rank, "host", phase, end - 6, end, details).line() for rank in (0, 1)
     )
+
+
+@pytest.mark.parametrize(("options", "steps"), [([], [3, 4, 5, 6]), (["--exec", "true"], [3, 6])])
+def test_watch_prints_each_new_step_and_runs_a_command_on_the_newest(
+    run: Path, options: list[str], steps: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searched, searches = watch._terms_of_steps, itertools.count()
+
+    def search(*arguments: Any) -> dict[int, int]:
+        if next(searches) == 1:
+            save_steps(run, 4, 5, 6)
+        return searched(*arguments)
+
+    monkeypatch.setattr(watch, "_terms_of_steps", search)
+    words = ["--interval", 0.01, "--until-step", 6, "--json"]
+    status, printed = run_command("watch", run, *words, *options)
+    facts = map(json.loads, printed.splitlines())
+    assert (status, [each["step"] for each in facts if "step" in each]) == (SOUND, steps)
 
 
 @pytest.mark.parametrize("as_json", [True, False])

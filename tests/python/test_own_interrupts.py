@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
+import time
+import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path, PurePath
 from typing import Any
 from unittest import mock
@@ -19,11 +21,16 @@ from support.interrupts import interrupts
 
 import torch_ckpt
 from torch_ckpt import FastLoadPlanner, FastReader, FastSavePlanner, FastWriter, Run
+from torch_ckpt import api as api_module
 from torch_ckpt.coordination import exclusive as exclusive_module
 from torch_ckpt.coordination.exclusive import Exclusive, exclusive
 from torch_ckpt.coordination.group import Group
 from torch_ckpt.errors import text_of
+from torch_ckpt.staging import save_staging as save_staging_module
+from torch_ckpt.staging import staged as staged_module
+from torch_ckpt.staging import stager as stager_module
 from torch_ckpt.staging.stager import SnapshotStager
+from torch_ckpt.storage import writer as writer_module
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -198,6 +205,53 @@ def test_an_interrupt_at_any_moment_leaves_no_object_in_use(method: str) -> None
             other.submit(owner.use).result()
     assert len(raised) > 50
     assert {type(error) for error in raised} == {KeyboardInterrupt}
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_an_interrupt_at_any_moment_leaves_no_staging_memory_in_use(
+    blocking: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stager_module, "_SLACK_NBYTES", 0)
+    stager = SnapshotStager(blocking=blocking)
+    numbers = itertools.cycle((1000, 10_000))  # Neither fits in the memory of the other.
+
+    def stage() -> None:
+        state = {"w": torch.empty(next(numbers)), "n": 1}
+        stager.stage(state)
+        stager.wait_staged()
+        stager.reserve(state)
+
+    raised = []  # A program may keep the errors, and so the tensors.
+    for error in interrupts(stage, [stager_module, staged_module, weakref]):
+        raised.append(error)
+        deadline = time.monotonic() + 10
+        while stager.is_busy and not blocking and time.monotonic() < deadline:
+            time.sleep(0.001)  # The thread that copies may not have ended.
+        assert not stager.is_busy, f"after interrupt {len(raised)}"
+        assert type(error) is KeyboardInterrupt
+    assert len(raised) > 300
+
+
+def test_an_interrupt_of_an_asynchronous_save_leaves_no_staging_memory_in_use(
+    tmp_path: Path,
+) -> None:
+    stager = SnapshotStager()
+    state = {"w": torch.ones(1000)}
+
+    def save() -> None:
+        writer = FastWriter(tmp_path / "saved", stager=stager)
+        future = torch_ckpt.async_save(state, checkpoint_id=writer.path, storage_writer=writer)
+        assert isinstance(future, Future)
+        future.result()
+
+    raised = []  # As a notebook keeps the last error, and so the frames of the call.
+    for error in interrupts(save, [api_module, save_staging_module, writer_module]):
+        raised.append(error)
+        deadline = time.monotonic() + 10
+        while stager.is_busy and time.monotonic() < deadline:
+            time.sleep(0.001)  # The save may have begun.
+        assert not stager.is_busy, f"after interrupt {len(raised)}"
+    assert len(raised) > 100
 
 
 def test_an_interrupt_leaves_no_lock_of_the_staging_memory_behind() -> None:

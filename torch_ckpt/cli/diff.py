@@ -16,6 +16,7 @@ from torch_ckpt.cli.arguments import (
 )
 from torch_ckpt.cli.terminal import DIFFERENT, SOUND, UNKNOWN, fail, print_json, print_table
 from torch_ckpt.errors import CorruptionError
+from torch_ckpt.storage.stored_entries import check_metadata
 
 __all__ = ["add_to"]
 
@@ -48,10 +49,12 @@ def add_to(commands: Any) -> None:
 def _diff(options: argparse.Namespace) -> int:
     from torch_ckpt.storage.compare import compare  # Imports torch.
 
+    a, b = checkpoint_at(options.a), checkpoint_at(options.b)
     try:
+        for path in (a, b):
+            check_metadata(path)
         found = compare(
-            checkpoint_at(options.a),
-            checkpoint_at(options.b),
+            *(a, b),
             prefix=options.prefix,
             atol=options.atol,
             rtol=options.rtol,

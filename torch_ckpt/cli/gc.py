@@ -42,7 +42,8 @@ def _gc(options: argparse.Namespace) -> int:
     from torch_ckpt.ladder.step_directories import StepDirectories  # Imports torch.
 
     run = options.run.resolved()
-    if not listed_steps(run):
+    # A killed first save has left no step. A term without a lineage is that of a publisher.
+    if not listed_steps(run) and not newest_term(run).lineage:
         raise no_checkpoint(run)
     disk, before = StepDirectories(run), set(run.names())
     promoted_to = same_run_of_local(run)

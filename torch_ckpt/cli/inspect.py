@@ -19,6 +19,7 @@ from torch_ckpt.ladder.step_files import committed_steps
 from torch_ckpt.storage.progress import readable_nbytes
 from torch_ckpt.storage.stored_entries import (
     Checkpoint,
+    check_metadata,
     described,
     open_checkpoints,
 )
@@ -52,9 +53,9 @@ def _inspect(options: argparse.Namespace) -> int:
     ]
     if options.json:
         print_json(summaries[0] if len(summaries) == 1 else summaries)
-        return SOUND
-    for summary in summaries:
+    for summary in () if options.json else summaries:
         _print_summary(summary)
+    check_metadata(path)  # Last: the index has all that was printed.
     return SOUND
 
 

@@ -33,9 +33,9 @@ def add_to(commands: Any) -> None:
         "older step: until it has saved again, the next restore loads the newest step. One whole "
         "step must remain, and no removed step may be leased. No training of the run may be in "
         "progress. The command lists the steps, and asks before it removes "
-        "them. Exit status: 0; 1 if no step that would remain is whole; 3 if nothing was removed, "
-        "or not all of the steps, or if the local directory of a run names the directory of "
-        "another run.",
+        "them. Exit status: 0; 1 if a damaged step would remain, and none that is whole; 3 if "
+        "nothing was removed for another reason, or not all of the steps, or if the local "
+        "directory of a run names the directory of another run.",
     )
     parser.add_argument("run", type=path_of, help="directory of the run")
     which = parser.add_mutually_exclusive_group(required=True)

@@ -33,9 +33,9 @@ def add_to(commands: Any) -> None:
         "watch",
         help="run a command on each new step of a run, such as an evaluation, or show the steps",
         description="Waits for new steps of a run and runs a command on each. Without a command, "
-        "prints each step, and the saves and loads that are in progress, as far as the record of "
-        "the run has them. In the words of the "
-        "command, {path} is the directory of the step and {step} its number. The environment has "
+        "prints each new step, and the saves and loads that are in progress, as far as the record "
+        "of the run has them. In the words of the command, "
+        "{path} is the directory of the step and {step} its number. The environment has "
         "both as TORCH_CKPT_PATH and TORCH_CKPT_STEP. A lease protects the step from removal "
         "meanwhile. If several steps appear during a command, only the newest of them is next. "
         "Exit status: 0 if all commands succeeded, else 3.",
@@ -113,7 +113,9 @@ def _run_commands(options: argparse.Namespace, interrupted: threading.Event) -> 
 
 
 def _new_steps(options: argparse.Namespace, interrupted: threading.Event) -> Iterator[int]:
-    """Yields the existing steps if ``--all``, then the newest of the new ones each time.
+    """Yields the existing steps if ``--all``, else the newest, then the new ones of each search.
+
+    With a command, only the newest of the new ones.
 
     A run that goes back to an earlier step saves the same numbers again, in a later term. These
     steps are new, and those that the run has left are not among them.
@@ -125,6 +127,7 @@ def _new_steps(options: argparse.Namespace, interrupted: threading.Event) -> Ite
         print(f"torch-ckpt: {options.run} {found} yet; waiting for its first step", file=sys.stderr)
     known: dict[int, int] = {}
     shown: list[tuple[str, ...]] = []
+    is_first = not options.all
     if options.all:
         known = _terms_of_steps(options.run, known)
         yield from sorted(known)
@@ -134,13 +137,15 @@ def _new_steps(options: argparse.Namespace, interrupted: threading.Event) -> Ite
         former, known = known, _terms_of_steps(options.run, known)
         new = [step for step, term in known.items() if former.get(step) != term]
         if new:
-            yield max(new)
+            only_newest = is_first or options.words is not None
+            yield from [max(new)] if only_newest else sorted(new)
         elif options.once:
             return
         else:
             if options.json or options.words is None:
                 shown = _show_in_flight(options, shown)
             time.sleep(options.interval)
+        is_first = False
 
 
 def _terms_of_steps(run: Location, known: Mapping[int, int]) -> dict[int, int]:

@@ -62,7 +62,8 @@ class BackgroundFuture(OwnFuture[T]):
 
     The failure is printed to stderr and logged when the future is dropped, and at the latest when
     the process exits. The report begins with ``failure``, such as ``"step 4 was not saved"``.
-    Long waits are logged as by :class:`OwnFuture`.
+    Long waits are logged as by :class:`OwnFuture`. ``timeout_s`` limits each wait of the work for
+    other ranks.
     """
 
     _is_read = True  # Until constructed: an interrupt may drop it before.
@@ -73,9 +74,10 @@ class BackgroundFuture(OwnFuture[T]):
         awaited: Callable[[], str] = lambda: "a background save",
         *,
         is_named: bool = True,
+        timeout_s: float = math.inf,
     ) -> None:
         super().__init__(awaited, is_named=is_named)
-        self.failure = failure
+        self.failure, self.timeout_s = failure, timeout_s
         self.set_running_or_notify_cancel()  # So cancel() has no effect.
         PROCESS.background_futures.add(self)
         self._is_read = False
@@ -223,6 +225,7 @@ def in_thread(
         f"{what} failed",
         lambda: f"{what}: {call.progress()}",
         is_named=call.group.is_coordinator,
+        timeout_s=call.timeout_s,
     )
     work = future, initializer, function, arguments
     reason = ""

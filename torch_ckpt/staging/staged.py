@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 from torch_ckpt.coordination.background import BackgroundThread
+from torch_ckpt.coordination.exclusive import has_ended
 from torch_ckpt.coordination.waiting import LongWait
 from torch_ckpt.errors import CheckpointError, UnsupportedError
 
@@ -18,20 +21,28 @@ POLL_S = 0.01
 
 
 class Staged:
-    """The snapshot of one save, which ``release`` returns to its stager.
+    """The use of a stager's snapshot by one save, which ``release`` ends.
 
-    If the tensors do not fit in memory, none is staged: training waits until the save has written
-    them from the memory of training.
+    If the tensors do not fit in memory, none is staged (``is_unstaged``): training waits until the
+    save has written them from the memory of training. ``by`` is the call that makes the copy; if it
+    ends before :meth:`set_memory`, so does the use.
     """
 
-    def __init__(self, *, name: str, is_unstaged: bool, release: Callable[[Staged], None]) -> None:
-        self.is_unstaged = is_unstaged
+    def __init__(self, *, name: str, by: FrameType, release: Callable[[Staged], None]) -> None:
+        self.is_unstaged = False
         self.name = name
+        self._by: FrameType | None = by
+        self._memory: weakref.ref[memoryview] | None = None
         self._release = release
         self._thread_lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._written = threading.Event()
         self._aborted = False
+
+    def set_memory(self, view: memoryview) -> None:
+        """Sets the memory of the snapshot, to which all copied tensors refer."""
+        self._memory = weakref.ref(view)
+        self._by = None  # Its variables would remain in memory.
 
     def begin_save(self) -> bool:
         """Registers the current thread as the one that writes the snapshot.
@@ -61,9 +72,19 @@ class Staged:
             isinstance(thread, BackgroundThread) and not thread.is_working
         )
 
+    @property
+    def is_unused(self) -> bool:
+        """Whether the save is over, or will never begin: no copied tensor is left."""
+        if self.is_over:
+            return True
+        if self._memory is not None:
+            return self._memory() is None
+        return (by := self._by) is not None and has_ended(by)
+
     def release(self) -> None:
-        """Returns the snapshot to its stager. Further calls have no effect."""
+        """Ends the use of the snapshot. Further calls have no effect."""
         self._release(self)
+        self._by = None
 
     @property
     def blocks_training(self) -> bool:

@@ -7,12 +7,13 @@ import errno
 import gc
 import logging
 import os
+import sys
 import threading
 import time
 import warnings
-import weakref
 from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import FrameType
 from typing import Any, ClassVar
 
 import torch
@@ -96,10 +97,9 @@ class SnapshotStager:
         """In use from the copy of a state until the thread of its save has started."""
         self._exclusive = Exclusive("the staging memory")
         self.share: Share | None = None  # This rank's share in the last save.
-        # The snapshot, or None before it is allocated. Empty while the snapshot is in use.
-        self._free: list[_native.Snapshot | None] = [None]
-        self._nbytes = 0  # Size of the snapshot, in use or not.
+        self._snapshot: _native.Snapshot | None = None  # Also while it is in use.
         self._has_warned = False
+        # At most one. An interrupt may leave a use here at any moment, but then it is unused.
         self._in_use: set[Staged] = set()
         # A C lock: an interrupt before the block of a `threading.Condition` could leave it locked.
         self._lock = threading.RLock()
@@ -133,13 +133,14 @@ class SnapshotStager:
         """Whether the next save would wait for an earlier save."""
         with self._lock:
             self._reclaim()
-            return not self._free
+            return bool(self._in_use)
 
     def close(self) -> None:
         """Releases the snapshot if it is not in use."""
         with self._lock:
-            if self._free:
-                self._free, self._nbytes = [None], 0
+            self._reclaim()
+            if not self._in_use:
+                self._snapshot = None
         executor, self._executor = self._executor, None
         if executor is not None:
             executor.shutdown()
@@ -158,17 +159,12 @@ class SnapshotStager:
         """
         with naming_first("stage", lambda: flat_values(state_dict), self._try):
             placed = self._place(CopiedState(state_dict).tensors, allow_unstaged=True)
-        with self._lock:
-            free, self._free = self._free, []
-        if not free:
-            return
+        reserved = self._use("the memory that is being reserved", sys._getframe())
         try:
-            snapshot = self._fitting(free, placed.nbytes)
-            free.append(snapshot)
-            snapshot.pin_for(placed.inspect(), self._devices)
+            if self._is_taken_by(reserved):
+                self._fitting(placed.nbytes).pin_for(placed.inspect(), self._devices)
         finally:
-            for snapshot_or_none in free:
-                self._return(snapshot_or_none)
+            reserved.release()
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any] | Future[dict[str, Any]]:
         """Copies a state dict, including tensors on other devices.
@@ -211,40 +207,43 @@ class SnapshotStager:
         """
         with contextlib.suppress(Exception):  # The earlier save reports its own error.
             self.wait_staged()
-        with (
-            self._exclusive.use("stage a state dict", time_limit_s()),
-            gc_paused(),
-            naming_first("stage", lambda: flat_values(state_dict), self._try),
-        ):
-            return self._begin(state_dict, left_out, allow_unstaged, name)
+        staged = self._use(name, sys._getframe())
+        try:
+            with (
+                self._exclusive.use("stage a state dict", time_limit_s()),
+                gc_paused(),
+                naming_first("stage", lambda: flat_values(state_dict), self._try),
+            ):
+                return self._begin(staged, state_dict, left_out, allow_unstaged), staged
+        except BaseException:
+            staged.release()  # A caller may retain the error, which refers to the tensors.
+            raise
 
     def _try(self, value: Any) -> None:
         """Raises if a value of a state dict cannot be copied, with the error of :meth:`_begin`."""
         _Placed(self._copy_class({"": value}).tensors, False)
 
     def _begin(
-        self, state_dict: dict[str, Any], left_out: Collection[int], allow_unstaged: bool, name: str
-    ) -> tuple[dict[str, Any] | Future[dict[str, Any]], Staged]:
+        self,
+        staged: Staged,
+        state_dict: dict[str, Any],
+        left_out: Collection[int],
+        allow_unstaged: bool,
+    ) -> dict[str, Any] | Future[dict[str, Any]]:
         copied = self._copy_class(state_dict)
         drop_memory(tensor for tensor in copied.tensors if id(tensor.live) in left_out)
         to_stage = [tensor for tensor in copied.tensors if id(tensor.live) not in left_out]
         placed = self._place(to_stage, allow_unstaged=allow_unstaged and self.blocking)
-        acquired = self._acquire()
-        try:
-            snapshot = self._fitting(acquired, placed.nbytes)
-        finally:
-            for unused in acquired:
-                self._return(unused)
-        staged = self._use(snapshot, placed, name)
-        try:
-            if self.blocking:
-                self._copy(placed, snapshot, copied, staged)
-                state = UnstagedState(staged, copied.state) if placed.unstaged else copied.state
-                return state, staged
-            return self._copy_in_background(placed, snapshot, copied, staged), staged
-        except BaseException:
-            staged.release()  # A caller may retain the error, which refers to the tensors.
-            raise
+        staged.is_unstaged = bool(placed.unstaged)
+        self._acquire(staged)
+        snapshot = self._fitting(placed.nbytes)
+        view = memoryview(snapshot)
+        placed.set_memory(view)
+        staged.set_memory(view)
+        if not self.blocking:
+            return self._copy_in_background(placed, snapshot, copied, staged)
+        self._copy(placed, snapshot, copied, staged)
+        return UnstagedState(staged, copied.state) if placed.unstaged else copied.state
 
     def _place(self, tensors: Sequence[CopiedTensor], *, allow_unstaged: bool) -> _Placed:
         """Places tensors in a snapshot, or none if the container has too little memory for it.
@@ -254,7 +253,8 @@ class SnapshotStager:
             allow_unstaged: Whether the save may write tensors that are not staged.
         """
         placed = _Placed(tensors, self._copy_class.keeps_sharing)
-        missing_nbytes = placed.nbytes - self._nbytes
+        snapshot = self._snapshot
+        missing_nbytes = placed.nbytes - (0 if snapshot is None else snapshot.nbytes)
         limit = memory_limit() if missing_nbytes > 0 else None
         # The other ranks of this machine probably need the same amount at the same time.
         if limit is None or missing_nbytes <= limit.allowed_nbytes // ranks_per_node():
@@ -275,42 +275,14 @@ class SnapshotStager:
         placed.leave_unstaged()
         return placed
 
-    def _fitting(self, free: list[_native.Snapshot | None], nbytes: int) -> _native.Snapshot:
-        """Moves the snapshot out of ``free``, and reallocates it if its size is unsuitable."""
-        snapshot = free.pop()
+    def _fitting(self, nbytes: int) -> _native.Snapshot:
+        """Returns the snapshot, which the caller uses; reallocated if its size is unsuitable."""
+        snapshot = self._snapshot
         if snapshot is not None and nbytes <= snapshot.nbytes <= 2 * nbytes + _SLACK_NBYTES:
             return snapshot
-        del snapshot  # Free it before the allocation.
-        self._nbytes = 0
-        try:
-            snapshot = _native.Snapshot(nbytes, _THREADS)
-        except BaseException:
-            free.append(None)
-            raise
-        self._nbytes = snapshot.nbytes
+        self._snapshot = snapshot = None  # Free it before the allocation.
+        self._snapshot = snapshot = _native.Snapshot(nbytes, _THREADS)
         return snapshot
-
-    def _use(self, snapshot: _native.Snapshot, placed: _Placed, name: str) -> Staged:
-        """Places the copies in the snapshot, and marks the snapshot as in use."""
-
-        def release(staged: Staged) -> None:
-            with self._lock:
-                if staged in self._in_use:
-                    self._in_use.remove(staged)
-                    self._return(snapshot)
-
-        view = memoryview(snapshot)
-        try:
-            placed.set_memory(view)
-        except BaseException:
-            self._return(snapshot)
-            raise
-        staged = Staged(name=name, is_unstaged=bool(placed.unstaged), release=release)
-        with self._lock:
-            self._in_use.add(staged)
-        # Runs when the last tensor in the snapshot is destroyed.
-        weakref.finalize(view, release, staged).atexit = False
-        return staged
 
     def _copy(
         self, placed: _Placed, snapshot: _native.Snapshot, copied: CopiedState, staged: Staged
@@ -342,10 +314,8 @@ class SnapshotStager:
         self._copying = submitted(self._executor, copy, future=copying)
         return done
 
-    def _acquire(self) -> list[_native.Snapshot | None]:
-        """Waits for the snapshot, and returns it in a list, from which :func:`_fitting` moves it.
-
-        The element is ``None`` if no snapshot is allocated.
+    def _acquire(self, staged: Staged) -> None:
+        """Waits for the snapshot, and takes it for a save.
 
         Raises:
             CheckpointError: The snapshot was in use until the timeout.
@@ -356,8 +326,8 @@ class SnapshotStager:
         )
         collections = 0
         for pause_s in waiting.rounds(limit_s, POLL_S, ends_on_signal=True):
-            if free := self._take_free():
-                return free
+            if self._is_taken_by(staged):
+                return
             if collections < _COLLECTIONS:
                 # Perhaps only garbage uses it: copies with methods, or frames of an error. Another
                 # collection frees objects that a finalizer used in the first one.
@@ -367,22 +337,34 @@ class SnapshotStager:
             self.waited += collections == _COLLECTIONS
             collections += 1
             time.sleep(pause_s)
-        if free := self._take_free():
-            return free
+        if self._is_taken_by(staged):
+            return
         raise CheckpointError(
             f"cannot stage: no snapshot was free within {limit_s:g} s. In use: "
             f"{self._names_in_use()}"
         )
 
-    def _take_free(self) -> list[_native.Snapshot | None]:
+    def _is_taken_by(self, staged: Staged) -> bool:
+        """Takes the snapshot for a save if it is not in use, and returns whether it was not."""
         with self._lock:
             self._reclaim()
-            return [self._free.pop()] if self._free else []
+            if self._in_use:
+                return False
+            self._in_use.add(staged)
+            return True
+
+    def _use(self, name: str, by: FrameType) -> Staged:
+        """Returns a use of the snapshot, by a call that has yet to take it."""
+        return Staged(name=name, by=by, release=self._release)
+
+    def _release(self, staged: Staged) -> None:
+        with self._lock:
+            self._in_use.discard(staged)
 
     def _reclaim(self) -> None:
         """Releases the snapshots of finished saves, even if errors still refer to their tensors."""
         for staged in list(self._in_use):
-            if staged.is_over:
+            if staged.is_unused:
                 staged.release()
 
     def _names_in_use(self) -> str:
@@ -393,16 +375,12 @@ class SnapshotStager:
 
         The child must not free the parent's snapshot, because it cannot unpin the parent's memory.
         """
-        self._inherited = self._free, self._in_use, self._executor, self._devices
+        self._inherited = self._snapshot, self._in_use, self._executor, self._devices
         self._devices = _native.Devices()
-        self._free, self._in_use, self._nbytes = [None], set(), 0
+        self._snapshot, self._in_use = None, set()
         self.starting, self._exclusive = (Exclusive("the staging memory") for _ in range(2))
         self._lock = threading.RLock()
         self._executor = self._copying = self.share = None
-
-    def _return(self, snapshot: _native.Snapshot | None) -> None:
-        with self._lock:
-            self._free.append(snapshot)
 
 
 class _Placed:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Checkpoint",
+    "check_metadata",
     "described",
     "open_checkpoint",
     "open_checkpoints",
@@ -69,6 +70,17 @@ def open_checkpoints(
     index = opened.index
     facts = (opened.format, opened.rules, opened.unreadable)
     return [Checkpoint(path, opened.directory, None, index, index.files, index, None, *facts)]
+
+
+def check_metadata(path: Location) -> None:
+    """Checks the metadata of a checkpoint by their checksum, which readers of its index do not.
+
+    Raises CorruptionError if they are damaged.
+    """
+    for prefix in metadata_prefixes(path):
+        metadata, index = open_committed(path, prefix)
+        if index is not None:
+            metadata.check()
 
 
 def described(checkpoint: Checkpoint, *, trust_pickle: bool = False) -> Checkpoint:

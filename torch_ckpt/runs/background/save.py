@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -14,6 +15,9 @@ from torch_ckpt.errors import CheckpointError, StorageError
 from torch_ckpt.ladder.failures import storage_failure
 
 __all__ = ["BackgroundSave"]
+
+_GRACE_S = 2.0
+"""Extra seconds of a wait as long as those of the save, whose own error names the late ranks."""
 
 
 class BackgroundSave:
@@ -35,6 +39,7 @@ class BackgroundSave:
         is_named, awaited = True, lambda: f"the background save of step {step}"
         if isinstance(future, OwnFuture):
             is_named, awaited = future.is_named, future.awaited
+        self._limit_s = future.timeout_s if isinstance(future, BackgroundFuture) else math.inf
         failure = f"step {step} was not saved"
         self._ended: BackgroundFuture[float] = BackgroundFuture(failure, awaited, is_named=is_named)
         began = time.monotonic()
@@ -64,6 +69,8 @@ class BackgroundSave:
         ``timeout_s``. It is a StorageError if storage made the save fail.
         """
         began = time.monotonic()
+        if timeout_s >= self._limit_s:
+            timeout_s += _GRACE_S
         if not self._ended.has_ended(timeout_s):
             waited_s = min(timeout_s, round(time.monotonic() - began, 1))
             raise CheckpointError(
