@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from local_machines import run_on, state_of, steps_in
-from ranks import Worlds
+from ranks import RankError, Worlds
 from support.logs import logged
 
-from torch_ckpt.errors import CheckpointError
+from torch_ckpt.errors import CheckpointError, RankTimeoutError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.committed import committed_id
 from torch_ckpt.ladder.machine_directories import MachineDirectories
@@ -165,28 +165,52 @@ def test_a_new_first_machine_names_the_discarded_steps_of_the_others(
         assert steps_in(tmp_path / f"machine-{machine}") == [5]
 
 
-def _opens_without_room(folder: Path, machines: Sequence[int]) -> tuple[int | None, str]:
+def _opens_without_room(
+    folder: Path, machines: Sequence[int], full: int, error: type[Exception] = CheckpointError
+) -> tuple[int | None, str, list[int]]:
+    """Opens the run while the machine of a rank cannot write parts of steps of others."""
     write_part = MachineDirectories._write_part
 
-    def fails(*_: Any) -> None:
-        raise CheckpointError("the disk is full")
+    def fails(*arguments: Any) -> None:
+        if dist.get_rank() == full:
+            raise error("the disk is full")
+        write_part(*arguments)
 
     MachineDirectories._write_part = fails  # type: ignore[method-assign, assignment]
     try:
-        with logged() as log, run_on(folder, machines) as run:
-            return run.latest_step(), "\n".join(log)
+        with logged() as log, run_on(folder, machines, keep_local=9) as run:
+            run.wait(promoted=True)
+            return run.latest_step(), "\n".join(log), steps_in(folder / "run")
     finally:
         MachineDirectories._write_part = write_part  # type: ignore[method-assign]
 
 
 def test_a_run_opens_if_a_new_first_machine_cannot_write(worlds: Worlds, tmp_path: Path) -> None:
     worlds.run(2, saves_and_dies, tmp_path, [0, 1], {5: 5}, {6: 6}, {"keep_local": 9})
-    found = worlds.run(3, _opens_without_room, tmp_path, [2, 0, 1])
-    assert [step for step, _ in found] == [6] * 3
-    for _, log in found:
+    found = worlds.run(3, _opens_without_room, tmp_path, [2, 0, 1], 0)
+    assert [step for step, *_ in found] == [6] * 3
+    for _, log, _ in found:
         assert "not all machines have the metadata of step 6: " in log
         assert "the disk is full" in log
     assert worlds.agree(3, restored, tmp_path, [2, 0, 1]) == (6, 6)
+
+
+def test_a_new_machine_that_cannot_write_stops_no_promotion_of_the_others(
+    worlds: Worlds, tmp_path: Path
+) -> None:
+    options = {"keep_local": 9}
+    worlds.run(3, saves_and_dies, tmp_path, [2, 0, 1], {5: 5}, {6: 6}, options)
+    worlds.run(2, saves_and_dies, tmp_path, [0, 1], {}, {6: 60}, options)
+    found = worlds.run(4, _opens_without_room, tmp_path, [2, 0, 1, 3], 3)
+    assert [(step, promoted) for step, _, promoted in found] == [(6, [6, 5])] * 4
+
+
+def test_a_run_does_not_open_if_a_rank_is_late_as_it_gets_the_metadata(
+    worlds: Worlds, tmp_path: Path
+) -> None:
+    worlds.run(2, saves_and_dies, tmp_path, [0, 1], {5: 5}, {6: 6}, {"keep_local": 9})
+    with pytest.raises(RankError, match=": the disk is full"):
+        worlds.run(3, _opens_without_room, tmp_path, [2, 0, 1], 0, RankTimeoutError)
 
 
 def test_the_metric_of_a_later_save_that_machines_lack_does_not_count(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from torch_ckpt import CheckpointError, Run
+from torch_ckpt.errors import StorageError
 from torch_ckpt.ladder.lineage import Lineage
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("memory")]
@@ -156,6 +158,21 @@ def test_a_run_may_begin_before_its_storage_is_mounted_or_mounted_again(
     subprocess.run(["mount", "--bind", other, mounted], check=True)
     _save(going, 40)
     assert _steps(other / "gpt") == ["step-40"]
+
+
+def test_a_lease_of_a_local_step_does_not_need_the_directory_of_the_run(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise StorageError("it does not answer", errno.EIO)
+
+    local = run.with_name("local")
+    with Run(run, local=local) as going:
+        _save(going, 40)
+        with monkeypatch.context() as broken:
+            broken.setattr("torch_ckpt.commits.terms.term_at", refuse)
+            with going.lease(40) as path:
+                assert path == local / "step-40"
 
 
 def test_a_run_continues_after_a_program_has_removed_its_old_files(run: Path) -> None:
