@@ -79,7 +79,7 @@ MUTATIONS = {
         )
     ],
     "a snapshot is used again too soon": [
-        Mutation("torch_ckpt/staging/stager.py", "if staged.is_over:", "if True:")
+        Mutation("torch_ckpt/staging/staged.py", "if self.is_over:", "if True:")
     ],
     "training goes on before it is copied": [
         Mutation("torch_ckpt/staging/stager.py", "            copying.result()", "            pass")
