@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import os
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -158,6 +160,33 @@ def test_a_run_may_begin_before_its_storage_is_mounted_or_mounted_again(
     subprocess.run(["mount", "--bind", other, mounted], check=True)
     _save(going, 40)
     assert _steps(other / "gpt") == ["step-40"]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_saves_to_a_local_directory_do_not_resolve_the_path_of_the_run_again(
+    run: Path, monkeypatch: pytest.MonkeyPatch, options: str
+) -> None:
+    """Its storage may hang."""
+    resolve = os.path.realpath
+
+    def refuse(path: Any, **others: Any) -> Any:
+        if os.fspath(path).startswith(os.fspath(run)):
+            raise OSError(errno.EIO, "it does not answer")
+        return resolve(path, **others)
+
+    with Run(run, local=run.with_name("local"), **OPTIONS[options]) as going:
+        _save(going, 40)
+        monkeypatch.setattr(os.path, "realpath", refuse)
+        for step in (41, 42):
+            _save(going, step)
+        state = {"w": torch.full((9,), 43.0)}
+        with contextlib.suppress(ZeroDivisionError), going.saving_on_exception(lambda: state):
+            going.should_save(43)
+            raise ZeroDivisionError
+        going.discard_after(43)
+        going.wait(promoted=True)
+        monkeypatch.undo()
+    assert Run(run).restore({"w": torch.zeros(9)}) == 43
 
 
 def test_a_lease_of_a_local_step_does_not_need_the_directory_of_the_run(

@@ -170,7 +170,7 @@ class AgentClient:
         self.member, self._pid = member, os.getpid()
         self._local, self._shares_local = local, shares_local
         self._timeout_s = timeout_s
-        self._run = name_of(run)  # Resolved now: the process may change its directory.
+        self._run = os.fspath(run)  # Resolved by the caller, once: its storage may hang later.
         self._is_first, self._may_start = is_first, may_start
         self._options = options
         self.folder = (open_folder if may_start else folder_of)(member.run)

@@ -23,7 +23,7 @@ from typing import TypeVar
 
 from torch_ckpt._core import _native
 from torch_ckpt.errors import CorruptionError, NotFoundError, StorageError
-from torch_ckpt.filesystems.location import name_of
+from torch_ckpt.filesystems.location import Location, name_of
 from torch_ckpt.process_state import Descriptor
 
 __all__ = [
@@ -83,9 +83,13 @@ _ABANDONED_S = 24 * 3600.0
 _SLOT = re.compile(r"rank-(\d+)\.(\d+)")
 
 
-def run_of(name: str | os.PathLike[str]) -> bytes:
-    """Returns the 16 bytes that identify a run."""
-    return hashlib.sha256(os.fsencode(name_of(name))).digest()[:16]
+def run_of(name: str | os.PathLike[str] | Location) -> bytes:
+    """Returns the 16 bytes that identify a run, by its name or its resolved location.
+
+    A location is not resolved again: its storage may hang.
+    """
+    text = str(name) if isinstance(name, Location) else name_of(name)
+    return hashlib.sha256(os.fsencode(text)).digest()[:16]
 
 
 def folder_of(run: bytes) -> Path:

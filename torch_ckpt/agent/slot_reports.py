@@ -119,7 +119,7 @@ def unread_steps(directory: Location, newest: int | None) -> list[int]:
     Of a save of several machines, this machine may have only a part. Raises CheckpointError if the
     memory or the directory cannot be read.
     """
-    run = run_of(str(directory))
+    run = run_of(directory)
     folder, newest = folder_of(run), -1 if newest is None else newest
     try:
         slots = [each for each in machine_slots(folder, run) if each.step > newest]

@@ -121,7 +121,7 @@ def _ls(options: argparse.Namespace) -> int:
     newest = live[0]["step"] if live else None
     in_memory: list[int] = []
     with contextlib.suppress(CheckpointError):  # A later version wrote it, or mapping is refused.
-        in_memory = unread_steps(promoted_to or run, newest)
+        in_memory = unread_steps((promoted_to or run).resolved(), newest)
     if not steps and not in_memory:
         with contextlib.suppress(NotFoundError):
             if run.is_file() or run.names():

@@ -54,7 +54,7 @@ def _rm(options: argparse.Namespace) -> int:
         raise no_checkpoint(run)
     promoted_to = same_run_of_local(run)
     # The local directory last: otherwise its steps would be promoted again.
-    directories = [run] if promoted_to is None else [promoted_to, run]
+    directories = [run] if promoted_to is None else [promoted_to.resolved(), run]
     alone = options.step is not None
     step: int = options.step if alone else options.after
 

@@ -220,7 +220,7 @@ def discard_from_memory(directory: Location, is_discarded: Callable[[int], bool]
     Works with and without a running agent. Otherwise, the next agent would offer them to a restore,
     or write them to disk.
     """
-    run = run_of(str(directory))
+    run = run_of(directory)
     return discard_slots(folder_of(run), run, is_discarded)
 
 

@@ -196,7 +196,7 @@ class StepLoads(Ending):
         that is not stopped: it writes the steps of a training that is in progress or has died.
         """
         run = self._disks[-1].directory
-        folder = folder_of(run_of(str(run)))
+        folder = folder_of(run_of(run))
         if has_agent(folder) and not is_stopped(folder):
             return
         try:
