@@ -265,16 +265,15 @@ def _claim_local(local: Location, run: Location) -> str:
         return found
     if steps := committed_steps(local):
         of = "another run" if found is None else f"run {found}"
-        now = (
-            "has no sound run-id: it may be new, or was removed"
-            if ours is None
-            else f"is of run {ours}"
-        )
+        now, remedy = f"is of run {ours}", f"Use another directory, or remove {local}"
+        if ours is None:
+            now = "has no sound run-id: it may be new, or was removed"
+            remedy += f". If {run} was removed, copy {local / 'run-id'} there instead"
         if is_of_copy:
             of, now = f"the run in {tied}", "is a copy of that, or its original"
         raise CheckpointError(
             f"cannot use {local} as the local directory of {run}: its {len(steps)} steps are of "
-            f"{of}, and {run} {now}. Use another directory, or remove {local}"
+            f"{of}, and {run} {now}. {remedy}"
         )
     # First: an id in the local directory implies one here.
     return begin_id(run, new_id()) if ours is None else ours
