@@ -732,6 +732,29 @@ def test_a_job_that_takes_its_term_beside_one_with_a_later_clock_is_the_newest(
         save(ahead, 5, 2)
 
 
+def test_a_directory_that_was_created_for_a_term_does_not_remain_without_it(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would not be the directory of the run: no save would use it."""
+    write = Location.write
+
+    def fails(file: Location, *args: Any, **options: Any) -> None:
+        if file.name.startswith("term-"):
+            raise StorageError("the disk is full", errno.ENOSPC)
+        write(file, *args, **options)
+
+    going = Run(run, record=False)
+    save(going, 1, 1)
+    shutil.rmtree(run)
+    with monkeypatch.context() as full:
+        full.setattr(Location, "write", fails)
+        with pytest.raises(StorageError, match="the disk is full"):
+            save(going, 2, 1)
+    assert not run.exists()
+    save(going, 3, 1)
+    assert restored(going) == (3, 1)
+
+
 @pytest.mark.parametrize("jobs", [1, 22])
 def test_an_older_job_whose_term_was_removed_names_the_newer_one(run: Path, jobs: int) -> None:
     old = Run(run)
