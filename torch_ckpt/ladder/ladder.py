@@ -126,7 +126,7 @@ class Ladder:
         self._lineage, self._ready = lineage, ready
         # On the coordinator, from the last choice: the newest term, and steps outside its lineage.
         self._term, self._left = Term(), list[int]()
-        self._damaged: list[_Found] = []  # By all restores.
+        self._damaged = set[_Found]()  # Passed over by all restores.
         self.loaded: LoadReport | None = None
         """What the last restore did; ``None`` if it loaded nothing."""
 
@@ -152,7 +152,7 @@ class Ladder:
                 except CheckpointException as error:
                     if not _is_damage(error):
                         raise
-                    self._damaged.append(found)
+                    self._damaged.add(found)
                     passed_over = (
                         f"step {found.step} is passed over in {self._rungs[found.rung].place}"
                     )
@@ -201,7 +201,7 @@ class Ladder:
             except CheckpointException as error:
                 if each is found[-1] or not _is_damage(error):
                     raise
-                self._damaged.append(each)
+                self._damaged.add(each)
             else:
                 break
         return found[0].step

@@ -141,7 +141,8 @@ class Lineage:
     def check_place(self) -> None:
         """Raises CheckpointError if the directory in which this job took its term is not there.
 
-        On the coordinator only, as :meth:`check`. Steps in another directory are not of this run.
+        On the coordinator only, as :meth:`check`: steps in another directory are not of this run.
+        With a local directory, an empty one may be there, because the local steps count.
         """
         if self._term is None or not self._term.job or self._run.local_path is None:
             return
@@ -150,7 +151,7 @@ class Lineage:
                 f"cannot use {self._run}: it is gone, and this job has saved there. Move it back; "
                 "otherwise the next save creates it again"
             )
-        may_be_empty = not self._is_alone  # Its local steps count in a new directory.
+        may_be_empty = not self._is_alone
         check_directory(self._run, self._term.number, self._term.job, may_be_empty=may_be_empty)
 
     def check_since_restore(self) -> None:

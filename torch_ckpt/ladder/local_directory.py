@@ -140,7 +140,7 @@ def promotion_for(
         except CheckpointError as error:  # On all ranks.
             _LOG.warning("not all machines have the metadata of step %d: %s", step, error)
         with contextlib.suppress(CheckpointError):
-            if part_in(local.path(step)).save_id == whole[step].save_id:
+            if places.is_first and part_in(local.path(step)).save_id == whole[step].save_id:
                 here.add(step)
     if not places.is_first:
         check = functools.partial(check_owner, local.directory, run_id, may_be_gone=True)

@@ -76,7 +76,7 @@ class StepSaves:
         self.saved, self._reuses = 0, reuses
         self._last: int | None = None  # The step that was saved or restored last.
         self._knows_last = False
-        self.damaged: set[int] = set()  # Restores have found these so, where the saves go.
+        self.damaged: set[int] = set()  # In the directory of the saves, as restores found.
         self.lineage = lineage
         self._pending: BackgroundSave | None = None
         self._failed = FailedSaves(disks[0], backend.may_commit, removes=group.is_coordinator)
