@@ -364,10 +364,12 @@ class SnapshotAgent:
 
     def _written(self, staged: StagedSave, phases: Phases) -> Future[None]:
         phases.begin("persisting")
-        client, is_named = self._client, self.member.is_first_here
-        self._in_memory, failure = None, f"step {staged.header.step} was not saved"
+        client, self._in_memory = self._client, None
         outcome = BackgroundFuture[None](
-            failure, lambda: f"{client.name} to commit {staged.directory}", is_named=is_named
+            f"step {staged.header.step} was not saved",
+            lambda: f"{client.name} to commit {staged.directory}",
+            is_named=self.member.is_first_here,
+            timeout_s=self.timeout_s,
         )
         return submitted(self._waiting, self._persist, staged, phases, future=outcome)
 
@@ -393,13 +395,10 @@ class SnapshotAgent:
         return self.find(None)
 
     def find(self, step: int | None) -> MemoryCheckpoint | None:
-        """Returns the newest save of a step in memory that all ranks have; ``None`` without one.
+        """Returns the newest save of a step, or of any, that is in memory; ``None`` without one.
 
         All ranks must call this method, before the first save; it returns the same save on all. The
         slots of every machine, or their replicas, must be in memory.
-
-        Args:
-            step: The step; any step if ``None``.
 
         Raises:
             CorruptionError: The ranks of the save disagree on a tensor.
