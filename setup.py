@@ -22,8 +22,8 @@ MODULES = ["_native", "_tensor_view"]
 
 
 def pybind11_headers() -> Path:
-    """Returns the folder of pybind11's headers: torch's copy, or that of the package."""
-    for package in ("torch", "pybind11"):
+    """Returns the folder of pybind11's headers: that of the package, or torch's copy."""
+    for package in ("pybind11", "torch"):
         spec = find_spec(package)
         if spec is not None and spec.origin is not None:
             return Path(spec.origin).parent / "include"

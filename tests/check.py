@@ -1,16 +1,17 @@
-"""The one entry to all checks: ``check.py [fast|style|cpp|frameworks|full|gpu|fuzz|wheel|site]``.
+"""The one entry to all checks: ``check.py [install|fast|style|cpp|frameworks|full|...]``.
 
-``fast`` (the default) checks format, lint, types and the arrows between directories, and runs the
-C++ tests, the seeds of the fuzz targets, and a covering subset of the Python tests. ``style``
-checks format, lint and arrows only, ``cpp`` the C++ tests and the seeds. ``frameworks`` installs
-the frameworks, and runs the tests that need them. ``full`` is all of these, adds clang-tidy, the
-C++ tests under ASan with UBSan, under TSan, and built without liburing, runs every case of the
-Python tests, runs those of a commit with other versions of torch, and puts past faults back, which
-the tests have to find. ``--changed [REF]`` checks what differs from a commit: its style, types, and
-the tests that it can affect, in about two minutes. ``fuzz`` runs each fuzz target under libFuzzer
-for ``--seconds``, which needs clang. ``gpu`` runs the tests that need a CUDA device. ``wheel``
-builds the wheel and the sdist, and tries them. ``site`` builds the site of the documents in
-``build/site``, and fails on a broken link.
+``install`` installs torch, what the checks use, and this checkout, with a build of its native
+modules. ``fast`` (the default) checks format, lint, types and the arrows between directories, and
+runs the C++ tests, the seeds of the fuzz targets, and a covering subset of the Python tests.
+``style`` checks format, lint and arrows only, ``cpp`` the C++ tests and the seeds. ``frameworks``
+installs the frameworks, and runs the tests that need them. ``full`` is all of these, adds
+clang-tidy, the C++ tests under ASan with UBSan, under TSan, and built without liburing, runs every
+case of the Python tests, runs those of a commit with other versions of torch, and puts past faults
+back, which the tests have to find. ``--changed [REF]`` checks what differs from a commit: its
+style, types, and the tests that it can affect, in about two minutes. ``fuzz`` runs each fuzz target
+under libFuzzer for ``--seconds``, which needs clang. ``gpu`` runs the tests that need a CUDA
+device. ``wheel`` builds the wheel and the sdist, and tries them. ``site`` builds the site of the
+documents in ``build/site``, and fails on a broken link.
 """
 
 from __future__ import annotations
@@ -283,10 +284,23 @@ def copy_tree(folder: Path) -> None:
 
 
 def extra(name: str) -> list[str]:
-    """The requirements of an extra, without torch."""
+    """The requirements of an extra."""
     with open(ROOT / "pyproject.toml", "rb") as file:
-        needed = tomllib.load(file)["project"]["optional-dependencies"][name]
+        return tomllib.load(file)["project"]["optional-dependencies"][name]
+
+
+def without_torch(needed: list[str]) -> list[str]:
+    """These requirements without torch, of which another version is to remain."""
     return [each for each in needed if not each.startswith("torch==")]
+
+
+def install() -> None:
+    """Installs what the checks of a commit use. pip uses one core, so CMake builds beside it."""
+    pip = (sys.executable, "-m", "pip", "install", "-q", "--no-build-isolation")
+    run(*pip, "setuptools>=77,<82", "wheel", "ninja", "pybind11>=3")
+    with beside(*pip, *extra("dev")):
+        run(sys.executable, "setup.py", "-q", "build_ext", "--inplace")
+    run(*pip, "--no-deps", "-e", ROOT)
 
 
 def install_frameworks() -> None:
@@ -318,24 +332,33 @@ def test_with_torch(version: str) -> None:
     pip = (python, "-m", "pip", "install", "-q", "--no-build-isolation", f"torch=={version}")
     run(sys.executable, "-m", "venv", folder / "venv")
     run(*pip, "setuptools>=77,<82", "wheel", "ninja", "numpy")
-    run(*pip, *extra("dev"), *extra("frameworks"), "-e", tree)
+    run(*pip, *without_torch(extra("dev")), *extra("frameworks"), "-e", tree)
     run_pytest(workers=2, python=python, tree=tree)
 
 
 def check_site() -> None:
     """The site of the documents, built strictly, in an environment that has MkDocs and no torch."""
-    with open(ROOT / "pyproject.toml", "rb") as file:
-        needed = tomllib.load(file)["project"]["optional-dependencies"]["site"]
     python = BUILD / "site-venv/bin/python"
     run(sys.executable, "-m", "venv", python.parent.parent)
-    run(python, "-m", "pip", "install", "-q", *needed)
+    run(python, "-m", "pip", "install", "-q", *extra("site"))
     run(python, "-m", "mkdocs", "build", "--strict", NO_MKDOCS_2_WARNING="1")
 
 
 def main() -> None:
     """Runs the checks that were asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    choices = ["fast", "style", "cpp", "frameworks", "full", "gpu", "fuzz", "wheel", "site"]
+    choices = [
+        "install",
+        "fast",
+        "style",
+        "cpp",
+        "frameworks",
+        "full",
+        "gpu",
+        "fuzz",
+        "wheel",
+        "site",
+    ]
     parser.add_argument("what", nargs="?", choices=choices, default="fast")
     parser.add_argument("--seconds", type=int, default=600, help="of each fuzz target")
     parser.add_argument("--changed", nargs="?", const="", metavar="REF", help="what differs alone")
@@ -346,6 +369,9 @@ def main() -> None:
     what = arguments.what
     if what == "fuzz":
         fuzz(arguments.seconds)
+        return
+    if what == "install":
+        install()
         return
     if what == "style":
         check_style()
