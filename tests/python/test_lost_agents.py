@@ -235,7 +235,7 @@ def freezing_before(
 def test_a_call_waits_only_once_for_a_lost_agent(
     run: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    limit_s = 6.0
+    limit_s = 4.0
     training = Run(run, asynchronous=True, agent=True, on_failure="warn")
     training.save(4, state_of(4.0))
     training.wait()
@@ -273,7 +273,7 @@ def test_an_agent_that_was_lost_is_used_again_once_it_answers(
 
 
 def save_until_signalled(training: Run, method: str) -> None:
-    with training.saving_on_signal(lambda: state_of(5.0), grace_s=4.0):
+    with training.saving_on_signal(lambda: state_of(5.0), grace_s=2.5):
         training.save(5, state_of(5.0))
         if method != "save":
             getattr(training, method)()
@@ -294,7 +294,7 @@ def test_a_signal_ends_the_wait_for_a_frozen_agent_in_time(
         stack.enter_context(warnings.catch_warnings(action="ignore"))
         kind = Kind.ACQUIRE if method == "save" else Kind.PERSIST
         stack.enter_context(freezing_before(run, monkeypatch, kind, frozen_s))
-        threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
         with pytest.raises(SystemExit, match="143"):
             save_until_signalled(training, method)
         seconds = time.monotonic() - frozen_s[0]
