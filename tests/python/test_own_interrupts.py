@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path, PurePath
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -26,6 +27,8 @@ from torch_ckpt.coordination import exclusive as exclusive_module
 from torch_ckpt.coordination.exclusive import Exclusive, exclusive
 from torch_ckpt.coordination.group import Group
 from torch_ckpt.errors import text_of
+from torch_ckpt.publishing import snapshot as snapshot_module
+from torch_ckpt.publishing.snapshot import Differences
 from torch_ckpt.staging import save_staging as save_staging_module
 from torch_ckpt.staging import staged as staged_module
 from torch_ckpt.staging import stager as stager_module
@@ -263,3 +266,34 @@ def test_an_interrupt_leaves_no_lock_of_the_staging_memory_behind() -> None:
         other.join(10)
         assert found == [False], "it is locked"
         found.clear()
+
+
+def test_an_interrupt_of_a_publish_does_not_leave_its_thread_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(snapshot_module, "_WAITING_NBYTES", 2)
+    other = ThreadPoolExecutor(1)
+    batch: Any = [(0, SimpleNamespace(nbytes=1))]
+
+    def begin() -> tuple[Differences, Future[Any]]:
+        return (differences := Differences(10)), other.submit(list, differences)
+
+    def publish() -> None:
+        try:
+            for _ in range(4):
+                differences.put(batch, 1)
+        finally:
+            try:
+                differences.end()
+            except BaseException:
+                differences.end()
+                raise
+
+    differences, taken = begin()
+    number = 0
+    for _ in interrupts(publish, [snapshot_module, threading]):
+        assert len(taken.result(timeout=10)) <= 4
+        differences, taken = begin()
+        number += 1
+    assert len(taken.result(timeout=10)) == 4
+    assert number > 100

@@ -343,8 +343,13 @@ class Publisher:
                     raise
                 error = failure  # All ranks raise it, when they wait for the version.
             finally:
-                differences.end(error)
-                error = None
+                try:
+                    differences.end(error)
+                except BaseException:  # An interrupt. The thread would wait for ever.
+                    differences.end(error)
+                    raise
+                finally:
+                    error = None
 
     def _are_tied(self, state: Mapping[str, Any]) -> bool:
         """Returns whether the names that were tied still are. Only one of them is published."""

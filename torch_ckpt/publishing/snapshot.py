@@ -6,10 +6,11 @@ differs is then compressed and written while training goes on.
 
 from __future__ import annotations
 
-import threading
+import contextlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
@@ -208,15 +209,17 @@ def _view(tensor: torch.Tensor, fqn: str, *, writable: bool = False) -> Any:
 class Differences:
     """Differences that one thread takes and another one writes. Bounds those that wait.
 
-    ``timeout_s`` is how long the first thread waits for the other one, in seconds.
+    ``timeout_s`` is how long the first thread waits for the other one, in seconds. It may be
+    interrupted at any instruction: the queues are those of C, which have no lock that it could
+    leave locked.
     """
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._waiting: deque[_Numbered] = deque()
-        self._changed = threading.Condition()
-        self._nbytes = 0
-        self._is_whole = self._is_closed = False
+        self._given: SimpleQueue[Sequence[_Numbered]] = SimpleQueue()  # The last batch is empty.
+        self._taken: SimpleQueue[int] = SimpleQueue()
+        self._nbytes = 0  # Given and, as far as the first thread knows, not taken.
+        self._is_closed = False
         self._error: BaseException | None = None
 
     def put(self, batch: Sequence[_Numbered], nbytes: int) -> bool:
@@ -226,51 +229,56 @@ class Differences:
         space in time.
         """
         waiting = LongWait(lambda: "the compression of differences")
-        with self._changed:
-            for pause_s in waiting.rounds(self._timeout_s):
-                if self._is_closed or self._nbytes < _WAITING_NBYTES:
-                    break
-                self._changed.wait(pause_s)
-            else:
-                raise CheckpointError(
-                    f"differences were not compressed and written within {self._timeout_s:g} s"
-                )
-            if not self._is_closed:
-                self._waiting.extend(batch)
-                self._nbytes += nbytes
-                self._changed.notify_all()
-            return not self._is_closed
+        for pause_s in waiting.rounds(self._timeout_s):
+            while not self._taken.empty():
+                self._nbytes -= self._taken.get()
+            if self._is_closed or self._nbytes < _WAITING_NBYTES:
+                break
+            with contextlib.suppress(Empty):
+                self._nbytes -= self._taken.get(timeout=pause_s)
+        else:
+            raise CheckpointError(
+                f"differences were not compressed and written within {self._timeout_s:g} s"
+            )
+        if batch and not self._is_closed:
+            self._nbytes += nbytes
+            self._given.put(batch)
+        return not self._is_closed
 
     def end(self, error: BaseException | None = None) -> None:
         """Ends the differences. If there is an error, the other thread raises it."""
-        with self._changed:
-            self._is_whole, self._error = True, error
-            self._changed.notify_all()
+        self._error = error
+        self._given.put(())
 
     def close(self) -> None:
-        """Ends the other thread's wait: nobody takes differences any more."""
-        with self._changed:
-            self._is_closed = True
-            self._waiting.clear()
-            self._changed.notify_all()
+        """Ends the first thread's wait: nobody takes differences any more."""
+        self._is_closed = True
+        self._taken.put(0)
 
     def __iter__(self) -> Iterator[_Numbered]:
         waiting = LongWait(lambda: "the comparison of tensors")
+        received: deque[_Numbered] = deque()
+        nbytes, is_whole = 0, False
         while True:
-            with self._changed:
+            # Until training goes on, the comparison needs the cores.
+            while not is_whole and nbytes < _WAITING_NBYTES:
                 for pause_s in waiting.rounds():
-                    if self._error is not None:
-                        raise self._error
-                    # Until training goes on, the comparison needs the cores.
-                    if self._is_whole or self._nbytes >= _WAITING_NBYTES:
+                    with contextlib.suppress(Empty):
+                        batch = self._given.get(timeout=pause_s)
                         break
-                    self._changed.wait(pause_s)
-                if not self._waiting:
-                    return
-                number, difference = self._waiting.popleft()
-                self._nbytes -= difference.nbytes
-                self._changed.notify_all()
+                received.extend(batch)
+                nbytes += sum(difference.nbytes for _, difference in batch)
+                is_whole = not batch
+                del batch
+            if self._error is not None:
+                raise self._error
+            if not received:
+                return
+            number, difference = received.popleft()
+            nbytes -= difference.nbytes
+            self._taken.put(difference.nbytes)
             yield number, difference
+            del difference
 
 
 def write_digests(path: Location, snapshot: Snapshot) -> DataFile | None:
