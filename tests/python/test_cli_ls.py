@@ -81,7 +81,7 @@ def test_ls_of_no_run_says_what_it_is(tmp_path: Path) -> None:
     torch_ckpt.save({"w": torch.ones(1)}, checkpoint_id=tmp_path / "one")
     assert run_command("ls", tmp_path / "one") == (
         3,
-        f"torch-ckpt: {tmp_path}/one is not a run: it has no directory step-<n>\n",
+        f"torch-ckpt: {tmp_path}/one is not a run: it is a checkpoint\n",
     )
     status, printed = run_command("ls", tmp_path / "absent")
     assert status == 3

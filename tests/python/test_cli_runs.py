@@ -21,6 +21,7 @@ from checkpoints import ROOT
 from command import DAMAGED, FAILED, MODULE, SOUND, run_command
 from forks import run_python
 
+import torch_ckpt
 from torch_ckpt import Publisher, Run
 from torch_ckpt.cli import watch
 from torch_ckpt.commits import leases
@@ -250,6 +251,27 @@ def test_gc_of_no_run_says_so(tmp_path: Path) -> None:
     before = set(os.listdir(versions))
     assert run_command("gc", versions)[0] == FAILED
     assert set(os.listdir(versions)) == before
+
+
+@pytest.mark.parametrize("words", ["gc", "rm --yes --step 1", "ls", "verify --all", "watch --once"])
+def test_a_checkpoint_is_named_where_a_run_is_required(words: str, tmp_path: Path) -> None:
+    command, *options = words.split()
+    path = tmp_path / "best"
+    torch_ckpt.save({"w": torch.ones(10)}, checkpoint_id=path)
+    expected = f"torch-ckpt: {path} is not a run: it is a checkpoint\n"
+    assert run_command(command, path, *options) == (FAILED, expected)
+    [data] = path.glob("*.distcp")
+    data.unlink()
+    assert run_command(command, path, *options) == (FAILED, expected)
+
+
+@pytest.mark.parametrize("words", ["gc", "rm --yes --step 1", "watch --once"])
+def test_published_versions_are_named_where_a_run_is_required(words: str, tmp_path: Path) -> None:
+    command, *options = words.split()
+    with Publisher(tmp_path) as publisher:
+        publisher.publish(1, {"w": torch.ones(10)})
+    expected = f"torch-ckpt: {tmp_path} is not a run: it has the versions of a publisher\n"
+    assert run_command(command, tmp_path, *options) == (FAILED, expected)
 
 
 # verify --all, watch, paths, usage

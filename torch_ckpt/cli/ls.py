@@ -12,12 +12,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch_ckpt.agent.slot_reports import unread_steps
-from torch_ckpt.cli.arguments import add_json, path_of, point_in_time
+from torch_ckpt.cli.arguments import add_json, no_run, path_of, point_in_time
 from torch_ckpt.cli.terminal import (
     DAMAGED,
     SOUND,
     age_text,
-    fail,
     print_json,
     print_table,
     printable,
@@ -27,7 +26,6 @@ from torch_ckpt.commits.leases import leases_of
 from torch_ckpt.commits.terms import Term, newest_term, term_of
 from torch_ckpt.errors import CheckpointError, NotFoundError, is_damage
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.formats.absent import no_checkpoint
 from torch_ckpt.formats.committed import open_committed
 from torch_ckpt.ladder.step_files import (
     agreed,
@@ -123,10 +121,7 @@ def _ls(options: argparse.Namespace) -> int:
     with contextlib.suppress(CheckpointError):  # A later version wrote it, or mapping is refused.
         in_memory = unread_steps((promoted_to or run).resolved(), newest)
     if not steps and not in_memory:
-        with contextlib.suppress(NotFoundError):
-            if run.is_file() or run.names():
-                return fail(f"{run} is not a run: it has no directory step-<n>")
-        raise no_checkpoint(run)
+        raise no_run(run)
     if options.at is not None:
         from torch_ckpt.ladder.step_directories import StepDirectories, step_at  # Imports torch.
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
-from torch_ckpt.cli.arguments import command, path_of, seconds
+from torch_ckpt.cli.arguments import command, no_run, path_of, seconds
 from torch_ckpt.cli.terminal import FAILED, SOUND, printable
 from torch_ckpt.commits.leases import lease
 from torch_ckpt.commits.terms import Term, newest_term, term_of
@@ -121,7 +121,7 @@ def _new_steps(options: argparse.Namespace, interrupted: threading.Event) -> Ite
     steps are new, and those that the run has left are not among them.
     """
     if options.once and not listed_steps(options.run):
-        raise NotFoundError(f"{options.run} is not a run: it has no directory step-<n>")
+        raise no_run(options.run)
     if not listed_steps(options.run):
         found = "does not exist" if _is_missing(options.run) else "has no step"
         print(f"torch-ckpt: {options.run} {found} yet; waiting for its first step", file=sys.stderr)
