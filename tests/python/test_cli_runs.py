@@ -14,6 +14,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -374,6 +375,23 @@ def test_watch_without_a_command_prints_the_steps(tmp_path: Path) -> None:
     assert status == FAILED
     lines = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
     assert lines == [{"step": 2, "path": f"{tmp_path}/step-2", "succeeded": False}]
+
+
+@pytest.mark.parametrize("options", [[], ["--exec", "true"], ["--all"]])
+def test_watch_passes_over_a_step_that_lacks_a_file(run: Path, options: list[str]) -> None:
+    [data] = (run / "step-3").glob("*.distcp")
+    content = data.read_bytes()
+    data.unlink()
+    status, printed = run_command("watch", run, "--once", "--json", *options)
+    steps = [json.loads(line)["step"] for line in printed.splitlines()]
+    assert (status, steps) == (SOUND, [1, 2] if options == ["--all"] else [2])
+    known = watch._terms_of_steps(Location(run), {})
+    data.write_bytes(content[:-1])
+    assert watch._terms_of_steps(Location(run), known).keys() == {1, 2}
+    data.write_bytes(content)
+    with mock.patch.object(watch, "check_whole", wraps=watch.check_whole) as check:
+        assert watch._terms_of_steps(Location(run), known).keys() == {1, 2, 3}
+    assert check.call_count == 1
 
 
 def lines_of(call: str, phase: str, end: float, **details: Any) -> str:
