@@ -205,10 +205,11 @@ def _facts(path: Location, number: int, *, is_part: bool) -> dict[str, Any]:
     modified, term = (path / ".metadata").modified_s(), None
     with contextlib.suppress(CheckpointError):  # It cannot be read now.
         term = None if modified is None else term_of(path)
+    nbytes, linked_nbytes = _nbytes(path)
     return {
         "step": number,
-        "nbytes": _nbytes(path),
-        "linked_nbytes": _linked_nbytes(path),
+        "nbytes": nbytes,
+        "linked_nbytes": linked_nbytes,
         "saved_s": modified,
         "age_s": None if modified is None else max(time.time() - modified, 0.0),
         "state": state,
@@ -219,22 +220,20 @@ def _facts(path: Location, number: int, *, is_part: bool) -> dict[str, Any]:
     }
 
 
-def _nbytes(path: Location) -> int:
-    total = 0
+def _nbytes(path: Location) -> tuple[int, int]:
+    """Returns the total length of the files of a step, and of those that an older save wrote."""
+    lengths: dict[str, int] = {}
+    linked = 0
     with contextlib.suppress(CheckpointError):  # Removed meanwhile.
         for name in path.names():
             with contextlib.suppress(CheckpointError):  # A directory.
-                total += (path / name).nbytes()
-    return total
-
-
-def _linked_nbytes(path: Location) -> int:
-    """Returns the total length of the files that an older save wrote."""
-    with contextlib.suppress(CheckpointError):
+                lengths[name] = (path / name).nbytes()
         index = open_committed(path, "")[1]
         if index is not None:
-            return sum(n for i, (_, n) in enumerate(index.files) if index.origin(i))
-    return 0
+            linked = sum(
+                lengths.get(f, 0) for i, (f, _) in enumerate(index.files) if index.origin(i)
+            )
+    return sum(lengths.values()), linked
 
 
 def _row(step: dict[str, Any], newest: int | None) -> list[str]:
