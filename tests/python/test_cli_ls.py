@@ -99,6 +99,9 @@ def test_ls_of_no_run_says_what_it_is(tmp_path: Path) -> None:
         3,
         f"torch-ckpt: {tmp_path}/one is not a run: it is a checkpoint\n",
     )
+    (tmp_path / "file").write_text("text")
+    printed = f"torch-ckpt: cannot list {tmp_path}/file: Not a directory (ENOTDIR)\n"
+    assert run_command("ls", tmp_path / "file") == (3, printed)
     status, printed = run_command("ls", tmp_path / "absent")
     assert status == 3
     assert "does not exist" in printed

@@ -86,6 +86,7 @@ def _ls(options: argparse.Namespace) -> int:
     promoted_to, is_part = None, False
     # A run has the steps of both directories. A step counts where it is whole.
     directories = {"": run}
+    only_local: list[str] = []
     try:
         promoted_to, is_part = run_of_local(run)
         if promoted_to is not None:
@@ -93,7 +94,7 @@ def _ls(options: argparse.Namespace) -> int:
             check_same_run(run, promoted_to)
             directories["run"] = promoted_to
     except CheckpointError as error:
-        print(printable(f"only the local steps are listed: {error}"), file=sys.stderr)
+        only_local.append(f"only the local steps are listed: {error}")
         promoted_to = None
     steps: list[dict[str, Any]] = []
     unlisted: list[str] = []
@@ -105,7 +106,7 @@ def _ls(options: argparse.Namespace) -> int:
 
     # Training may save and remove steps meanwhile.
     agreed(scan, lambda found: found != [] and all(state != "unfinished" for _, state in found))
-    for problem in unlisted:
+    for problem in [*(only_local if steps else ()), *unlisted]:
         print(printable(problem), file=sys.stderr)
     if not options.run.file_system.has_folders:  # Some servers list empty folders.
         steps[:] = [step for step in steps if step["state"] != "unfinished" or step["nbytes"]]
