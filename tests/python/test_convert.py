@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import zipfile
 from collections.abc import Callable
 from fractions import Fraction
@@ -167,7 +168,9 @@ def test_a_target_is_replaced_only_on_demand(
     assert run(*arguments) == 3
     assert "exists" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in (tmp_path / "target").rglob("*.pt")} == before
-    assert run(*arguments, "--overwrite") == 0
+    with warnings.catch_warnings(record=True, action="always") as warned:
+        assert run(*arguments, "--overwrite") == 0
+    assert not [each for each in warned if "overwriting" in str(each.message)]
     assert run("verify", tmp_path / "target") in (0, 2)  # Safetensors have no checksums.
     assert {path.name for path in tmp_path.iterdir()} <= {"source", "target", "latest_universal"}
 
