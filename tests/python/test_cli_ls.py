@@ -67,6 +67,22 @@ def test_ls_lists_steps_and_marks_damaged_and_unfinished_ones(tmp_path: Path) ->
     assert facts["steps"][2]["nbytes"] > 4000
 
 
+def test_ls_counts_the_new_bytes_of_a_step_that_lacks_a_linked_file(tmp_path: Path) -> None:
+    reused = torch.arange(100_000)
+    with torch_ckpt.Run(tmp_path) as saving:
+        for step in (1, 2):
+            saving.save(step, {"reused": reused, "new": torch.full((1000,), float(step))})
+    sizes = {path.name: path.stat().st_size for path in (tmp_path / "step-2").iterdir()}
+    linked = max(sizes, key=lambda name: sizes[name])
+    assert sizes[linked] > reused.nbytes
+    for lost in (0, sizes[linked]):
+        step, _ = json.loads(run_command("ls", "--json", tmp_path)[1])["steps"]
+        assert step["nbytes"] == sum(sizes.values()) - lost
+        assert step["linked_nbytes"] == sizes[linked] - lost
+        (tmp_path / "step-2" / linked).unlink(missing_ok=True)
+    assert "-" not in run_command("ls", tmp_path)[1].splitlines()[1].split("damaged")[0]
+
+
 def test_ls_names_the_files_that_a_copied_step_lacks(tmp_path: Path) -> None:
     save_steps(tmp_path, 8)
     for path in (tmp_path / "step-8").glob(".*"):
@@ -81,8 +97,11 @@ def test_ls_of_no_run_says_what_it_is(tmp_path: Path) -> None:
     torch_ckpt.save({"w": torch.ones(1)}, checkpoint_id=tmp_path / "one")
     assert run_command("ls", tmp_path / "one") == (
         3,
-        f"torch-ckpt: {tmp_path}/one is not a run: it has no directory step-<n>\n",
+        f"torch-ckpt: {tmp_path}/one is not a run: it is a checkpoint\n",
     )
+    (tmp_path / "file").write_text("text")
+    printed = f"torch-ckpt: cannot list {tmp_path}/file: Not a directory (ENOTDIR)\n"
+    assert run_command("ls", tmp_path / "file") == (3, printed)
     status, printed = run_command("ls", tmp_path / "absent")
     assert status == 3
     assert "does not exist" in printed

@@ -14,6 +14,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from checkpoints import ROOT
 from command import DAMAGED, FAILED, MODULE, SOUND, run_command
 from forks import run_python
 
+import torch_ckpt
 from torch_ckpt import Publisher, Run
 from torch_ckpt.cli import watch
 from torch_ckpt.commits import leases
@@ -252,6 +254,27 @@ def test_gc_of_no_run_says_so(tmp_path: Path) -> None:
     assert set(os.listdir(versions)) == before
 
 
+@pytest.mark.parametrize("words", ["gc", "rm --yes --step 1", "ls", "verify --all", "watch --once"])
+def test_a_checkpoint_is_named_where_a_run_is_required(words: str, tmp_path: Path) -> None:
+    command, *options = words.split()
+    path = tmp_path / "best"
+    torch_ckpt.save({"w": torch.ones(10)}, checkpoint_id=path)
+    expected = f"torch-ckpt: {path} is not a run: it is a checkpoint\n"
+    assert run_command(command, path, *options) == (FAILED, expected)
+    [data] = path.glob("*.distcp")
+    data.unlink()
+    assert run_command(command, path, *options) == (FAILED, expected)
+
+
+@pytest.mark.parametrize("words", ["gc", "rm --yes --step 1", "watch --once"])
+def test_published_versions_are_named_where_a_run_is_required(words: str, tmp_path: Path) -> None:
+    command, *options = words.split()
+    with Publisher(tmp_path) as publisher:
+        publisher.publish(1, {"w": torch.ones(10)})
+    expected = f"torch-ckpt: {tmp_path} is not a run: it has the versions of a publisher\n"
+    assert run_command(command, tmp_path, *options) == (FAILED, expected)
+
+
 # verify --all, watch, paths, usage
 
 
@@ -352,6 +375,23 @@ def test_watch_without_a_command_prints_the_steps(tmp_path: Path) -> None:
     assert status == FAILED
     lines = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
     assert lines == [{"step": 2, "path": f"{tmp_path}/step-2", "succeeded": False}]
+
+
+@pytest.mark.parametrize("options", [[], ["--exec", "true"], ["--all"]])
+def test_watch_passes_over_a_step_that_lacks_a_file(run: Path, options: list[str]) -> None:
+    [data] = (run / "step-3").glob("*.distcp")
+    content = data.read_bytes()
+    data.unlink()
+    status, printed = run_command("watch", run, "--once", "--json", *options)
+    steps = [json.loads(line)["step"] for line in printed.splitlines()]
+    assert (status, steps) == (SOUND, [1, 2] if options == ["--all"] else [2])
+    known = watch._terms_of_steps(Location(run), {})
+    data.write_bytes(content[:-1])
+    assert watch._terms_of_steps(Location(run), known).keys() == {1, 2}
+    data.write_bytes(content)
+    with mock.patch.object(watch, "check_whole", wraps=watch.check_whole) as check:
+        assert watch._terms_of_steps(Location(run), known).keys() == {1, 2, 3}
+    assert check.call_count == 1
 
 
 def lines_of(call: str, phase: str, end: float, **details: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import zipfile
 from collections.abc import Callable
 from fractions import Fraction
@@ -145,6 +146,16 @@ def test_a_prefix_that_no_name_has_is_an_error(
     assert not (tmp_path / "x").exists()
 
 
+def test_an_empty_key_is_converted(tmp_path: Path) -> None:
+    torch_ckpt.save({"": torch.ones(3), "b": torch.zeros(3)}, checkpoint_id=tmp_path / "source")
+    convert(Location(tmp_path / "source"), Location(tmp_path / "target"), "dcp")
+    loaded = {"": torch.zeros(3), "b": torch.ones(3)}
+    torch_ckpt.load(loaded, checkpoint_id=tmp_path / "target")
+    assert (loaded[""].sum(), loaded["b"].sum()) == (3, 0)
+    with pytest.raises(errors.UnsupportedError, match="'b' is itself a name"):
+        convert(Location(tmp_path / "source"), Location(tmp_path / "other"), "dcp", prefix="b")
+
+
 @pytest.mark.parametrize("to", ["dcp", "safetensors", "torch", "universal", "torch_checkpointing"])
 def test_a_target_is_replaced_only_on_demand(
     tmp_path: Path, to: str, capsys: pytest.CaptureFixture[str]
@@ -157,7 +168,9 @@ def test_a_target_is_replaced_only_on_demand(
     assert run(*arguments) == 3
     assert "exists" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in (tmp_path / "target").rglob("*.pt")} == before
-    assert run(*arguments, "--overwrite") == 0
+    with warnings.catch_warnings(record=True, action="always") as warned:
+        assert run(*arguments, "--overwrite") == 0
+    assert not [each for each in warned if "overwriting" in str(each.message)]
     assert run("verify", tmp_path / "target") in (0, 2)  # Safetensors have no checksums.
     assert {path.name for path in tmp_path.iterdir()} <= {"source", "target", "latest_universal"}
 
@@ -200,6 +213,24 @@ def test_a_damaged_source_leaves_no_target(
     assert not any((tmp_path / "target").glob("*"))
     assert not (tmp_path / "target").is_file()
     assert [path.name for path in tmp_path.glob(".*")] == []
+
+
+@pytest.mark.parametrize("to", ["dcp", "torch"])
+@pytest.mark.parametrize("source", ["ours", "stock"])
+def test_a_source_that_lacks_a_data_file_is_damaged(
+    tmp_path: Path, source: str, to: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    SAVES[source](tmp_path / "source")
+    (data,) = (tmp_path / "source").glob("*.distcp")
+    data.unlink()
+    for prefix in ((), ("--prefix", "model.")):
+        words = ("convert", tmp_path / "source", tmp_path / "target", "--to", to, *prefix)
+        assert run(*words) == 1
+        assert f"cannot open {data}" in capsys.readouterr().err
+        assert not (tmp_path / "target").exists()
+    assert run("diff", tmp_path / "source", tmp_path / "source") == 3
+    assert run("verify", tmp_path / "source") == 1
+    assert run("convert", tmp_path / "absent", tmp_path / "target", "--to", to) == 3
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -80,6 +80,34 @@ def test_the_first_error_is_named_with_its_rank_and_phase() -> None:
     assert len(sentence) < 400
 
 
+def test_an_error_in_a_step_that_a_restore_passed_over_is_named_as_such() -> None:
+    loaded, error = {"kind": "load", "step": 300}, "CorruptionError: step-400/a is damaged"
+    passed_over = [
+        *(
+            event(rank, phase, 0.1, 0.1, **loaded)
+            for phase in ("choose", "plan")
+            for rank in (0, 1)
+        ),
+        event(0, "read", 0.2, 1.0, **loaded),
+        event(1, "read", 0.2, 1.1, **loaded, error=error),
+        *(event(rank, "choose", 1.3, 0.1, **loaded) for rank in (0, 1)),
+    ]
+    another = [
+        event(rank, phase, 1.5, 1.0, **loaded) for phase in ("plan", "read") for rank in (0, 1)
+    ]
+    assert Call(passed_over).error == error  # There was no other step.
+    assert first_sentence(passed_over) == f"rank 1 on host-0 failed while reading: {error}"
+    sound = Call(passed_over + another)
+    assert (sound.error, sound.result) == (None, "ok")
+    assert first_sentence(sound.events) == (
+        f"rank 1 on host-0 failed while reading, and another copy was loaded: {error}"
+    )
+    another[-1].details["error"] = "CorruptionError: step-300/a is damaged"
+    failed = Call(passed_over + another)
+    assert (failed.error, failed.result) == ("CorruptionError: step-300/a is damaged", "failed")
+    assert first_sentence(failed.events) == f"rank 1 on host-0 failed while reading: {error}"
+
+
 def test_a_slow_rank_is_named_with_its_rate_and_what_it_waited_for() -> None:
     events = save(64, write_37=10.0)
     expected = "rank 37 on host-4 wrote at 0.2 GB/s, the others at 0.91"

@@ -31,6 +31,7 @@ from torch_ckpt import (
     FastSavePlanner,
     FastWriter,
     IoOptions,
+    RankState,
     SnapshotStager,
 )
 from torch_ckpt._core import _native
@@ -91,6 +92,31 @@ def test_the_memory_is_the_same_from_save_to_save_and_long_tensors_begin_at_page
             del staged
     assert made.call_count == 1
     assert len(addresses) == 1
+
+
+class Weights:
+    """A ``Stateful`` that is far larger than its state dict, and cannot be pickled."""
+
+    def __init__(self) -> None:
+        self.tensor, self.unsaved = torch.ones(1 << 10), torch.ones(1 << 23)
+        self.lock = threading.Lock()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"w": self.tensor}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.tensor = state["w"]
+
+
+def test_reserve_allocates_what_an_asynchronous_save_of_objects_needs(tmp_path: Path) -> None:
+    random_state_of_rank = RankState(torch.get_rng_state, torch.set_rng_state)
+    state = {"model": Weights(), "more": [Weights()], "rng": random_state_of_rank}
+    writer = FastWriter(tmp_path, stager=SnapshotStager())
+    with mock.patch.object(_native, "Snapshot", wraps=_native.Snapshot) as made:
+        writer.stager.reserve(state)
+        assert made.call_args.args[0] < 1 << 20
+        torch_ckpt.async_save(state, storage_writer=writer).result()
+    assert made.call_count == 1
 
 
 def test_a_state_that_grows_or_shrinks_gets_memory_that_fits() -> None:

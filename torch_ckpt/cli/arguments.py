@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import shlex
 
 from torch_ckpt.commits.terms import Term, newest_term, term_of
+from torch_ckpt.errors import CheckpointError, NotFoundError
 from torch_ckpt.filesystems.location import Location
+from torch_ckpt.formats.absent import no_checkpoint
 from torch_ckpt.formats.committed import metadata_prefixes
 from torch_ckpt.known_frameworks import FRAMEWORKS
-from torch_ckpt.ladder.step_files import committed_steps
+from torch_ckpt.ladder.step_files import committed_steps, listed_steps
 from torch_ckpt.ladder.times import time_s
+from torch_ckpt.publishing.version_files import listed_versions
 
 __all__ = [
     "add_json",
@@ -18,6 +22,7 @@ __all__ = [
     "add_trust_pickle",
     "checkpoint_at",
     "command",
+    "no_run",
     "path_of",
     "point_in_time",
     "positive",
@@ -33,6 +38,20 @@ _WITH_RULES = " or ".join(row.title for row in FRAMEWORKS if row.rules)
 def path_of(text: str) -> Location:
     """Returns the location of an argument: absolute, like the paths in errors."""
     return Location(text).absolute()
+
+
+def no_run(path: Location) -> NotFoundError:
+    """Returns the error for a path without a run. It names what exists there instead."""
+    with contextlib.suppress(CheckpointError):
+        if path.is_file():
+            return NotFoundError(f"{path} is not a run: it is a file")
+        if listed_versions(path):
+            return NotFoundError(f"{path} is not a run: it has the versions of a publisher")
+        if metadata_prefixes(path):
+            return NotFoundError(f"{path} is not a run: it is a checkpoint")
+        if path.names() and not listed_steps(path):
+            return NotFoundError(f"{path} is not a run: it has no directory step-<n>")
+    return no_checkpoint(path)
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import warnings
 from typing import Any
 
 from torch_ckpt.cli.arguments import (
@@ -89,18 +90,21 @@ def _convert(options: argparse.Namespace) -> int:
     from torch_ckpt.conversion.convert import convert  # Imports torch.
 
     source = checkpoint_at(options.source)
-    ties = convert(
-        source,
-        options.target,
-        options.to,
-        prefix=options.prefix,
-        rules=rules_of(options),
-        overwrite=options.overwrite,
-        trust_pickle=options.trust_pickle,
-        ties=None if options.no_ties else dict(options.ties),
-        quantize=options.quantize,
-        ranks=options.ranks,
-    )
+    with warnings.catch_warnings():
+        # The user has asked for it, and it is untrue if the source turns out to be damaged.
+        warnings.filterwarnings("ignore", "Detected an existing checkpoint")
+        ties = convert(
+            source,
+            options.target,
+            options.to,
+            prefix=options.prefix,
+            rules=rules_of(options),
+            overwrite=options.overwrite,
+            trust_pickle=options.trust_pickle,
+            ties=None if options.no_ties else dict(options.ties),
+            quantize=options.quantize,
+            ranks=options.ranks,
+        )
     if options.json:
         facts = {"source": str(source), "target": str(options.target), "format": options.to}
         print_json({**facts, "ties": ties})

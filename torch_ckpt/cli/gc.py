@@ -8,11 +8,10 @@ import sys
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from torch_ckpt.cli.arguments import add_json, path_of
+from torch_ckpt.cli.arguments import add_json, no_run, path_of
 from torch_ckpt.cli.terminal import FAILED, SOUND, print_json, printable
 from torch_ckpt.commits.terms import Term, newest_term
 from torch_ckpt.errors import CheckpointError
-from torch_ckpt.formats.absent import no_checkpoint
 from torch_ckpt.formats.committed import metadata_prefixes
 from torch_ckpt.ladder.step_files import listed_steps, same_run_of_local
 
@@ -44,7 +43,7 @@ def _gc(options: argparse.Namespace) -> int:
     run = options.run.resolved()
     # A killed first save has left no step. A term without a lineage is that of a publisher.
     if not listed_steps(run) and not newest_term(run).lineage:
-        raise no_checkpoint(run)
+        raise no_run(run)
     disk, before = StepDirectories(run), set(run.names())
     promoted_to = same_run_of_local(run)
     with warnings.catch_warnings(record=True) as problems:

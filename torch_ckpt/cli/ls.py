@@ -12,12 +12,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch_ckpt.agent.slot_reports import unread_steps
-from torch_ckpt.cli.arguments import add_json, path_of, point_in_time
+from torch_ckpt.cli.arguments import add_json, no_run, path_of, point_in_time
 from torch_ckpt.cli.terminal import (
     DAMAGED,
     SOUND,
     age_text,
-    fail,
     print_json,
     print_table,
     printable,
@@ -27,7 +26,6 @@ from torch_ckpt.commits.leases import leases_of
 from torch_ckpt.commits.terms import Term, newest_term, term_of
 from torch_ckpt.errors import CheckpointError, NotFoundError, is_damage
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.formats.absent import no_checkpoint
 from torch_ckpt.formats.committed import open_committed
 from torch_ckpt.ladder.step_files import (
     agreed,
@@ -88,6 +86,7 @@ def _ls(options: argparse.Namespace) -> int:
     promoted_to, is_part = None, False
     # A run has the steps of both directories. A step counts where it is whole.
     directories = {"": run}
+    only_local: list[str] = []
     try:
         promoted_to, is_part = run_of_local(run)
         if promoted_to is not None:
@@ -95,7 +94,7 @@ def _ls(options: argparse.Namespace) -> int:
             check_same_run(run, promoted_to)
             directories["run"] = promoted_to
     except CheckpointError as error:
-        print(printable(f"only the local steps are listed: {error}"), file=sys.stderr)
+        only_local.append(f"only the local steps are listed: {error}")
         promoted_to = None
     steps: list[dict[str, Any]] = []
     unlisted: list[str] = []
@@ -107,7 +106,7 @@ def _ls(options: argparse.Namespace) -> int:
 
     # Training may save and remove steps meanwhile.
     agreed(scan, lambda found: found != [] and all(state != "unfinished" for _, state in found))
-    for problem in unlisted:
+    for problem in [*(only_local if steps else ()), *unlisted]:
         print(printable(problem), file=sys.stderr)
     if not options.run.file_system.has_folders:  # Some servers list empty folders.
         steps[:] = [step for step in steps if step["state"] != "unfinished" or step["nbytes"]]
@@ -123,10 +122,7 @@ def _ls(options: argparse.Namespace) -> int:
     with contextlib.suppress(CheckpointError):  # A later version wrote it, or mapping is refused.
         in_memory = unread_steps((promoted_to or run).resolved(), newest)
     if not steps and not in_memory:
-        with contextlib.suppress(NotFoundError):
-            if run.is_file() or run.names():
-                return fail(f"{run} is not a run: it has no directory step-<n>")
-        raise no_checkpoint(run)
+        raise no_run(run)
     if options.at is not None:
         from torch_ckpt.ladder.step_directories import StepDirectories, step_at  # Imports torch.
 
@@ -210,10 +206,11 @@ def _facts(path: Location, number: int, *, is_part: bool) -> dict[str, Any]:
     modified, term = (path / ".metadata").modified_s(), None
     with contextlib.suppress(CheckpointError):  # It cannot be read now.
         term = None if modified is None else term_of(path)
+    nbytes, linked_nbytes = _nbytes(path)
     return {
         "step": number,
-        "nbytes": _nbytes(path),
-        "linked_nbytes": _linked_nbytes(path),
+        "nbytes": nbytes,
+        "linked_nbytes": linked_nbytes,
         "saved_s": modified,
         "age_s": None if modified is None else max(time.time() - modified, 0.0),
         "state": state,
@@ -224,22 +221,20 @@ def _facts(path: Location, number: int, *, is_part: bool) -> dict[str, Any]:
     }
 
 
-def _nbytes(path: Location) -> int:
-    total = 0
+def _nbytes(path: Location) -> tuple[int, int]:
+    """Returns the total length of the files of a step, and of those that an older save wrote."""
+    lengths: dict[str, int] = {}
+    linked = 0
     with contextlib.suppress(CheckpointError):  # Removed meanwhile.
         for name in path.names():
             with contextlib.suppress(CheckpointError):  # A directory.
-                total += (path / name).nbytes()
-    return total
-
-
-def _linked_nbytes(path: Location) -> int:
-    """Returns the total length of the files that an older save wrote."""
-    with contextlib.suppress(CheckpointError):
+                lengths[name] = (path / name).nbytes()
         index = open_committed(path, "")[1]
         if index is not None:
-            return sum(n for i, (_, n) in enumerate(index.files) if index.origin(i))
-    return 0
+            linked = sum(
+                lengths.get(f, 0) for i, (f, _) in enumerate(index.files) if index.origin(i)
+            )
+    return sum(lengths.values()), linked
 
 
 def _row(step: dict[str, Any], newest: int | None) -> list[str]:

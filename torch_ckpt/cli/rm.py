@@ -6,9 +6,8 @@ import argparse
 import sys
 from typing import Any
 
-from torch_ckpt.cli.arguments import path_of
+from torch_ckpt.cli.arguments import no_run, path_of
 from torch_ckpt.cli.terminal import FAILED, SOUND, fail, print_json
-from torch_ckpt.formats.absent import no_checkpoint
 from torch_ckpt.ladder.removal import (
     discard_after,
     discard_from_memory,
@@ -51,7 +50,7 @@ def _rm(options: argparse.Namespace) -> int:
     if options.json and not options.yes:
         return fail("--json prints no question: pass --yes as well. Nothing was removed")
     if not listed_steps(run):
-        raise no_checkpoint(run)
+        raise no_run(run)
     promoted_to = same_run_of_local(run)
     # The local directory last: otherwise its steps would be promoted again.
     directories = [run] if promoted_to is None else [promoted_to.resolved(), run]

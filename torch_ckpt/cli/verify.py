@@ -12,6 +12,7 @@ from torch_ckpt.cli.arguments import (
     add_rules,
     add_trust_pickle,
     checkpoint_at,
+    no_run,
     path_of,
     rules_of,
 )
@@ -19,7 +20,6 @@ from torch_ckpt.cli.terminal import DAMAGED, SOUND, UNKNOWN, colored, print_json
 from torch_ckpt.cli.versions import is_root, verify_versions
 from torch_ckpt.errors import CheckpointError, NotFoundError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.formats.absent import no_checkpoint
 from torch_ckpt.ladder.step_files import committed_steps, run_of_local
 from torch_ckpt.storage.progress import progress_bar
 from torch_ckpt.storage.verify import examine
@@ -81,7 +81,7 @@ def _verify(options: argparse.Namespace) -> int:
             print(printable(str(path)))
             _print(facts)
     if not statuses:
-        raise no_checkpoint(options.path)
+        raise no_run(options.path)
     if options.json:
         print_json(of_steps)
     return next((each for each in (DAMAGED, UNKNOWN) if each in statuses), SOUND)

@@ -14,16 +14,17 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
-from torch_ckpt.cli.arguments import command, path_of, seconds
+from torch_ckpt.cli.arguments import command, no_run, path_of, seconds
 from torch_ckpt.cli.terminal import FAILED, SOUND, printable
 from torch_ckpt.commits.leases import lease
-from torch_ckpt.commits.terms import Term, newest_term, term_of
-from torch_ckpt.errors import CorruptionError, NotFoundError, UnsupportedError
+from torch_ckpt.commits.terms import Term, newest_term
+from torch_ckpt.errors import CheckpointError, CorruptionError, NotFoundError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.ladder.step_files import committed_steps, listed_steps
+from torch_ckpt.ladder.step_files import committed_steps, listed_steps, run_of_local
 from torch_ckpt.records.calls import in_flight
 from torch_ckpt.records.diagnosis import first_sentence
 from torch_ckpt.records.reading import recent_events
+from torch_ckpt.storage.verify import check_here, check_whole
 
 __all__ = ["add_to"]
 
@@ -121,7 +122,7 @@ def _new_steps(options: argparse.Namespace, interrupted: threading.Event) -> Ite
     steps are new, and those that the run has left are not among them.
     """
     if options.once and not listed_steps(options.run):
-        raise NotFoundError(f"{options.run} is not a run: it has no directory step-<n>")
+        raise no_run(options.run)
     if not listed_steps(options.run):
         found = "does not exist" if _is_missing(options.run) else "has no step"
         print(f"torch-ckpt: {options.run} {found} yet; waiting for its first step", file=sys.stderr)
@@ -149,19 +150,24 @@ def _new_steps(options: argparse.Namespace, interrupted: threading.Event) -> Ite
 
 
 def _terms_of_steps(run: Location, known: Mapping[int, int]) -> dict[int, int]:
-    """Returns the committed steps that the run has not left, and the terms of their saves.
+    """Returns the whole steps that the run has not left, and the terms of their saves.
 
-    Terms that are ``known`` are not read again, unless the newest term begins at the step or before
-    it: then it may be saved again.
+    Steps that are ``known`` are not checked again, unless the newest term begins at the step or
+    before it: then it may be saved again.
     """
     steps = committed_steps(run)
+    is_part = False
+    with contextlib.suppress(CheckpointError):  # `ls` says so.
+        _, is_part = run_of_local(run)  # Other machines have the other files.
+    check = check_here if is_part else check_whole
     lineage = newest_term(run) if steps else Term()
     found = {}
     for step in steps:
         term = known.get(step)
-        with contextlib.suppress(CorruptionError, UnsupportedError):  # Its metadata is damaged.
+        # It is not whole, or was removed meanwhile.
+        with contextlib.suppress(CorruptionError, NotFoundError, UnsupportedError):
             if term is None or (term < lineage.number and step >= lineage.lineage.get(term, -1)):
-                term = term_of(run / f"step-{step}")
+                term = check(run / f"step-{step}")
             if lineage.has(step, term):
                 found[step] = term
     return found

@@ -71,7 +71,7 @@ class Source:
         self._values = StoredValues(path, prefix, io=IO, trust_pickle=trust_pickle, rules=rules)
         if not self._values.has_prefix:
             raise NotFoundError(f"{path} has no name that begins with {prefix!r}")
-        if "" in self._values.names:
+        if prefix and "" in self._values.names:
             raise UnsupportedError(f"{prefix!r} is itself a name in {path}, and not a prefix")
         for name, why in self._values.why_oversized.items():
             raise UnsupportedError(f"cannot convert {name!r} of {path}: {why}")

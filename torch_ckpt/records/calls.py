@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -178,8 +179,18 @@ class Call:
 
     @cached_property
     def error(self) -> str | None:
-        """The first error of the call, if any."""
-        failed = [e for e in self.events if _error_of(e) and e.phase != AFTERWARDS]
+        """The first error of the call, if any.
+
+        Errors of a load before its last plan do not count: it passed over a damaged step.
+        """
+        planned = {e.rank: e.start for e in self.events if e.phase == "plan" and e.kind == "load"}
+        failed = [
+            event
+            for event in self.events
+            if _error_of(event)
+            and event.phase != AFTERWARDS
+            and event.end > planned.get(event.rank, -math.inf)
+        ]
         return _error_of(min(failed, key=lambda event: event.end)) if failed else None
 
     @cached_property

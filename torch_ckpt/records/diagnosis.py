@@ -161,7 +161,8 @@ def _failed(call: Call) -> tuple[str, str] | None:
     if not failed:
         return None
     _, rank, phase, error = min(failed)  # The other ranks fail because of it.
-    return f"{_who([rank], call)} failed while {gerund(phase)}", error
+    then = "" if call.error or phase == AFTERWARDS else ", and another copy was loaded"
+    return f"{_who([rank], call)} failed while {gerund(phase)}{then}", error
 
 
 # ---- Ranks that are slower than others ----

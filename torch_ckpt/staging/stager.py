@@ -22,6 +22,7 @@ from torch_ckpt._core import _native, _tensor_view
 from torch_ckpt._core.tensors import flat_values, gc_paused
 from torch_ckpt.coordination.exclusive import Exclusive
 from torch_ckpt.coordination.group import time_limit_s
+from torch_ckpt.coordination.statefuls import state_dicts_of
 from torch_ckpt.coordination.waiting import LongWait, OwnFuture, submitted
 from torch_ckpt.errors import CheckpointError, StorageError, naming_first
 from torch_ckpt.filesystems.cgroups import memory_limit
@@ -151,12 +152,14 @@ class SnapshotStager:
         Copies nothing.
 
         Args:
-            state_dict: A state dict with tensors of the same sizes as in later saves.
+            state_dict: A state dict with tensors of the same sizes as in later saves, as for
+                :func:`torch_ckpt.async_save`: it may contain ``Stateful`` objects.
 
         Raises:
             StorageError: The memory cannot be allocated.
             ValueError: The storage of a tensor is too small for the tensor.
         """
+        state_dict = state_dicts_of(state_dict)
         with naming_first("stage", lambda: flat_values(state_dict), self._try):
             placed = self._place(CopiedState(state_dict).tensors, allow_unstaged=True)
         reserved = self._use("the memory that is being reserved", sys._getframe())

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from torch_ckpt.errors import NotFoundError
+from torch_ckpt.errors import CorruptionError, NotFoundError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.formats.expansion import allowed_nbytes
 from torch_ckpt.formats.index import index_of
@@ -143,7 +143,10 @@ class StoredValues:
         return [planner.state_dict[self.names[name]] for name in names]
 
     def _read(self, items: list[ReadItem], planner: LoadPlanner) -> None:
-        self._reader.read_data(LoadPlan(items), planner).wait()
+        try:
+            self._reader.read_data(LoadPlan(items), planner).wait()
+        except NotFoundError as error:  # The checkpoint itself was found.
+            raise CorruptionError(str(error)) from error
 
 
 def pieces_of(sizes: Sequence[int], itemsize: int, max_nbytes: int) -> Iterator[Box]:
