@@ -355,7 +355,7 @@ class StepSaves:
             return step_number(step), self._disk.report()
 
         def check(answers: list[tuple[int, Any]]) -> int:
-            self.lineage.check_since_restore()
+            self.lineage.check_removal()
             check_step = check_of(self._disks, [report for _, report in answers])
             steps_after(directories, answers[0][0], check_step)
             return answers[0][0]
