@@ -7,6 +7,7 @@ import errno
 import os
 import shutil
 import subprocess
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,41 @@ def test_a_run_reads_no_step_of_another_directory_at_its_path(
             run.rename(run.with_name("third"))
         run.with_name("moved").rename(run)
         assert going.restore({"w": torch.zeros(9)}) == 40
+
+
+@pytest.mark.parametrize("read", ["latest_step", "restore", "step_at", "best_step"])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_run_warns_once_if_an_old_copy_of_its_directory_is_at_its_path(
+    run: Path, options: str, read: str
+) -> None:
+    with Run(run, monitor="loss", **OPTIONS[options]) as going:
+        for step in (1, 2, 3):
+            going.save(step, {"w": torch.full((9,), float(step))}, metrics={"loss": 1.0})
+            going.wait()
+            if step == 1:
+                shutil.copytree(run, run.with_name("other"))
+        _replace(run)
+        # The agent's memory has the newest step. The others read the directory only.
+        found = 3 if options == "agent" and read in ("latest_step", "restore") else 1
+        with pytest.warns(UserWarning, match="step 3, which this job saved, is not in .*/run any"):
+            assert READS[read](going) == found
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert READS[read](going) == found
+
+
+def test_a_run_warns_of_no_step_that_it_or_a_newer_job_has_removed(run: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with Run(run, keep_last=1) as going:
+            for step in (1, 2, 3):
+                _save(going, step)
+            going.discard_after(3)
+            assert going.latest_step() == 3
+            with Run(run, keep_last=1) as newer:
+                assert newer.restore({"w": torch.zeros(9)}) == 3
+                _save(newer, 4)
+            assert going.latest_step() == 4
 
 
 @pytest.mark.thin(2)

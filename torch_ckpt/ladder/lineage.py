@@ -28,6 +28,7 @@ from torch_ckpt.commits.terms import (
 )
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.filesystems.location import Location
+from torch_ckpt.formats.committed import has_checkpoint
 from torch_ckpt.ladder.retention import Retention
 from torch_ckpt.ladder.step_directories import StepDirectories
 from torch_ckpt.ladder.step_files import branch_of
@@ -54,6 +55,7 @@ class Lineage:
         self._job = secrets.token_hex(8)  # Stored in the files of its terms.
         self._term: Term | None = None  # From the first save on.
         self._saved: float = 0  # The newest step that was saved in that term.
+        self._committed: int | None = None  # The last step that this process committed.
         self._seen: Term | None = None  # The newest term when this process restored.
         self._restored: dict[int, int] = {}  # Steps that were restored since, with their terms.
         self._at: int | None = None  # The step that this process continues.
@@ -145,8 +147,22 @@ class Lineage:
         """Raises CheckpointError if the directory in which this job took its term is not there.
 
         On the coordinator only, as :meth:`check`: steps in another directory are not of this run.
+        Warns once if the last step that this job committed is not there: perhaps an old copy is.
         """
         self._check_place_of(self._term)
+        step, term = self._committed, self.term
+        if step is None or not term.job or any(has_checkpoint(d.path(step)) for d in self._disks):
+            return
+        if newest_term(self._run).number <= term.number:  # Else a newer job has removed it.
+            self._committed = None
+            where = self._disks[0].directory
+            warnings.warn(
+                f"step {step}, which this job saved, is not in {where} any more", stacklevel=4
+            )
+
+    def committed(self, step: int) -> None:
+        """Records that a save of this process was committed."""
+        self._committed = step
 
     def check_removal(self) -> None:
         """Raises as :meth:`check_since_restore`, and CheckpointError if the directory is not there.
@@ -209,6 +225,7 @@ class Lineage:
         """Records that the steps after this one were removed."""
         self._has_warned, self._passed_over = False, None
         self._saved = math.inf  # The steps may be in a place that cannot be reached now.
+        self._committed = None
         if self._at is not None and self._at >= step:
             self._take_root_of(self._at)
 

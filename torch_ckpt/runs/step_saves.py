@@ -392,6 +392,7 @@ class StepSaves:
         if self._boundary.stored in (None, step):  # Else another save has begun since.
             self.set_base(step)
         self._boundary.committed(step)
+        self.lineage.committed(step)
         with contextlib.nullcontext() if record is None else record.current():
             self._promotion.saved(step)
 
