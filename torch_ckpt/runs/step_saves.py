@@ -71,13 +71,12 @@ class StepSaves:
         self._group, self._process_group = group, process_group
         self._writer, self._backend, self._monitor = writer, backend, monitor
         self._boundary, self._clock, self._timeout_s = boundary, clock, timeout_s
-        self._promotion, self._recorder = promotion, recorder
+        self._promotion, self._recorder, self.lineage = promotion, recorder, lineage
         self.promotions = Promotions(promotion, group, disks, timeout_s)
         self.saved, self._reuses = 0, reuses
         self._last: int | None = None  # The step that was saved or restored last.
         self._knows_last = False
         self.damaged: set[int] = set()  # In the directory of the saves, as restores found.
-        self.lineage = lineage
         self._pending: BackgroundSave | None = None
         self._failed = FailedSaves(disks[0], backend.may_commit, removes=group.is_coordinator)
 
