@@ -428,6 +428,30 @@ def test_a_step_that_one_machine_loses_before_its_promotion_stops_no_later_one(
     assert "step 2" in logged or "steps [2]" in logged
 
 
+def _loses_what_was_promoted(folder: Path, machines: Sequence[int]) -> list[str]:
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("torch_ckpt").addHandler(handler)
+    with run_on(folder, machines, keep_local=9) as run:
+        run.restore(state_of(0))
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder / "machine-0" / "step-2")
+        dist.barrier()
+        run.save(3, state_of(3))
+        run.wait(promoted=True)
+    return logged
+
+
+def test_a_promoted_step_that_a_machine_loses_in_the_next_job_is_not_said_to_be_unpromoted(
+    worlds: Worlds, tmp_path: Path
+) -> None:
+    worlds.run(2, save_steps, tmp_path, [0, 1], [1, 2], {})
+    logged = "\n".join(worlds.run(2, _loses_what_was_promoted, tmp_path, [0, 1])[0])
+    assert steps_in(tmp_path / "run") == [3, 2, 1]
+    assert "not promoted" not in logged
+
+
 def _leaves_unpromoted(folder: Path, machines: Sequence[int], steps: Sequence[int]) -> None:
     with contextlib.suppress(KeyError), run_on(folder, machines, keep_local=9) as run:
         for step in steps:

@@ -7,6 +7,7 @@ import errno
 import os
 import shutil
 import subprocess
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "thread": {"asynchronous": True},
     "agent": {"asynchronous": True, "agent": True},
 }
+NOT_HERE = "not the directory of this run|it is gone, and this job has begun there"
 
 
 def _save(run: Run, step: int) -> None:
@@ -84,11 +86,6 @@ READS: dict[str, Callable[[Run], object]] = {
     "step_at": lambda run: run.step_at("2999-01-01"),
     "lease": lambda run: run.lease(3).__enter__(),
 }
-LOCAL_READS: dict[str, Callable[[Run], object]] = {
-    **READS,
-    "restore of a step": lambda run: run.restore({"w": torch.zeros(9)}, step=40),
-    "lease": lambda run: run.lease(40).__enter__() and 40,
-}
 
 
 @pytest.mark.thin(2)
@@ -104,16 +101,101 @@ def test_a_run_reads_no_step_of_another_directory_at_its_path(
         going.save(40, {"w": torch.full((9,), 40.0)}, metrics={"loss": 1.0})
         going.wait(promoted=True)
         lose(run)
-        if options == "local" and lose is not _replace:  # Its local steps are of this run.
-            assert LOCAL_READS[read](going) == 40
-        else:
-            says = "not the directory of this run|it is gone, and this job has saved there"
-            with pytest.raises(CheckpointError, match=says):
-                READS[read](going)
+        with pytest.raises(CheckpointError, match=NOT_HERE):
+            READS[read](going)
         if run.exists():
             run.rename(run.with_name("third"))
         run.with_name("moved").rename(run)
         assert going.restore({"w": torch.zeros(9)}) == 40
+
+
+@pytest.mark.parametrize("read", ["latest_step", "restore", "step_at", "best_step"])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_run_warns_once_if_an_old_copy_of_its_directory_is_at_its_path(
+    run: Path, options: str, read: str
+) -> None:
+    with Run(run, monitor="loss", **OPTIONS[options]) as going:
+        for step in (1, 2, 3):
+            going.save(step, {"w": torch.full((9,), float(step))}, metrics={"loss": 1.0})
+            going.wait()
+            if step == 1:
+                shutil.copytree(run, run.with_name("other"))
+        _replace(run)
+        # The agent's memory has the newest step. The others read the directory only.
+        found = 3 if options == "agent" and read in ("latest_step", "restore") else 1
+        with pytest.warns(UserWarning, match="step 3, which this job saved, is not in .*/run any"):
+            assert READS[read](going) == found
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert READS[read](going) == found
+
+
+def test_a_run_warns_of_no_step_that_it_or_a_newer_job_has_removed(run: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with Run(run, keep_last=1) as going:
+            for step in (1, 2, 3):
+                _save(going, step)
+            going.discard_after(3)
+            assert going.latest_step() == 3
+            with Run(run, keep_last=1) as newer:
+                assert newer.restore({"w": torch.zeros(9)}) == 3
+                _save(newer, 4)
+            assert going.latest_step() == 4
+
+
+@pytest.mark.thin(2)
+@pytest.mark.parametrize("lose", [_replace, _unmount, _move_away])
+@pytest.mark.parametrize("begins", ["with a save", "with a restore"])
+@pytest.mark.parametrize("has_local", [True, False])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_run_discards_no_step_while_its_directory_is_not_at_its_path(
+    run: Path, other: Path, options: str, has_local: bool, begins: str, lose: Callable[[Path], None]
+) -> None:
+    """The local copies alone would be removed, or the steps of another run."""
+    local = {"local": run.with_name("local"), "keep_local": 2} if has_local else {}
+    going = Run(run, **local, **OPTIONS[options])
+    for step in (1, 2, 3):
+        _save(going, step)
+    if begins == "with a restore":
+        going.close()
+        going = Run(run, **local, **OPTIONS[options])
+        going.restore({"w": torch.zeros(9)})
+    going.wait(promoted=True)
+    lose(run)
+    with pytest.raises(CheckpointError, match=NOT_HERE):
+        going.discard_after(1)
+    if run.exists():
+        assert _steps(run) == (["step-1", "step-2", "step-3"] if lose is _replace else [])
+        run.rename(run.with_name("third"))
+    run.with_name("moved").rename(run)
+    assert going.restore({"w": torch.zeros(9)}) == 3
+    assert going.discard_after(1) == [3, 2]
+    going.close()
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("lose", [_replace, _unmount, _move_away])
+def test_a_run_with_a_local_directory_goes_back_only_in_its_directory(
+    run: Path, other: Path, lose: Callable[[Path], None], options: str
+) -> None:
+    """A term in the directory of another run would end that one."""
+    with Run(run, local=run.with_name("local"), **OPTIONS[options]) as going:
+        _save(going, 2)
+        going.wait(promoted=True)
+        lose(run)
+        found = sorted(run.glob("term-*"))
+        with (
+            pytest.warns(UserWarning, match="step 1 is saved, but step 2"),
+            pytest.raises(CheckpointError, match=NOT_HERE),
+        ):
+            _save(going, 1)
+        assert sorted(run.glob("term-*")) == found
+        if run.exists():
+            run.rename(run.with_name("third"))
+        run.with_name("moved").rename(run)
+        _save(going, 4)
+    assert _steps(run)[-1] == "step-4"
 
 
 @pytest.mark.parametrize("options", OPTIONS)

@@ -334,7 +334,7 @@ class Ladder:
         )
 
         def record(_: object) -> None:
-            self._lineage.restored(step, newest, term, self._term.number, is_given=is_given)
+            self._lineage.restored(step, newest, term, self._term, is_given=is_given)
 
         self._group.decide("restoring", lambda: None, record, timeout_s=timeout_s)
         self.loaded = loaded

@@ -28,6 +28,7 @@ from torch_ckpt.commits.terms import (
 )
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.filesystems.location import Location
+from torch_ckpt.formats.committed import has_checkpoint
 from torch_ckpt.ladder.retention import Retention
 from torch_ckpt.ladder.step_directories import StepDirectories
 from torch_ckpt.ladder.step_files import branch_of
@@ -48,13 +49,14 @@ class Lineage:
     def __init__(self, disks: Sequence[StepDirectories], retention: Retention) -> None:
         self._disks, self._run, self._retention = disks, disks[-1].directory, retention
         self._is_alone = len(disks) == 1  # Whether steps are saved to the run's directory itself.
-        self._may_move = self._is_alone and self._run.local_path is not None
-        here, *above = _file_systems_at(self._run) if self._may_move else [None]
+        self._is_on_disk = self._run.local_path is not None
+        here, *above = _file_systems_at(self._run) if self._is_on_disk else [None]
         self._above = set(above) - {here, None}  # It is not below them while its own is mounted.
         self._job = secrets.token_hex(8)  # Stored in the files of its terms.
         self._term: Term | None = None  # From the first save on.
         self._saved: float = 0  # The newest step that was saved in that term.
-        self._seen: int | None = None  # The newest term when this process restored.
+        self._committed: int | None = None  # The last step that this process committed.
+        self._seen: Term | None = None  # The newest term when this process restored.
         self._restored: dict[int, int] = {}  # Steps that were restored since, with their terms.
         self._at: int | None = None  # The step that this process continues.
         self._root: int | None = None  # The step at which the branch begins.
@@ -63,7 +65,7 @@ class Lineage:
         self._has_warned = False
 
     def restored(
-        self, step: int, newest_in_memory: int, term: int, newest: int, *, is_given: bool
+        self, step: int, newest_in_memory: int, term: int, newest: Term, *, is_given: bool
     ) -> None:
         """Records that this process continues a step, which was saved in a term.
 
@@ -91,28 +93,32 @@ class Lineage:
         Takes a term for the first step, for a step below one that this process has saved, after
         steps were discarded, and if the directory is gone: the save creates it again. Raises
         as :meth:`check`, and CheckpointError if it would be created on the file system above its
-        own, which is no longer mounted.
+        own, which is no longer mounted. With a local directory, a save that takes a term raises it
+        if the directory of the run is gone: a new one would not have its id.
         """
         newest = self._disks[0].newest_after(step)  # A save does not wait for another storage.
         if newest is not None and newest != self._passed_over:
             if not self._is_branch:
                 self._is_branch, self._root = True, self._at
             self._warn(f"is saved, but step {newest} of", step, "this save leaves it")
-        if is_gone := self._is_gone():
+        takes_term = self._term is None or step < self._saved
+        if is_gone := (self._is_alone or takes_term) and self._is_gone():
+            if not self._is_alone:
+                raise self._gone()
             if _file_systems_at(self._run)[0] in self._above:
                 raise other_directory(
                     self._run, "it is gone, and its parent is on another file system"
                 )
             if self._term is not None:
                 _LOG.warning("%s is gone; this save creates it again", self._run)
-        if self._term is None or step < self._saved or is_gone:
+        if takes_term or is_gone:
             self._saved = math.inf  # Even if this fails, the file of the term may exist.
             self._term = self._next_term(step)
             self._restored.clear()
         else:
             self.check_here()
         self._saved = step
-        record: dict[str, int | str | None] = {"term": self._term.number, "job": self._job}
+        record: dict[str, int | str | None] = {"term": self.term.number, "job": self._job}
         if self._is_branch:
             record["continued_from"] = self._root
         return {BRANCH: json.dumps(record).encode()}
@@ -130,36 +136,63 @@ class Lineage:
         """Raises SupersededError if another job has taken a later term than this process.
 
         On the coordinator, whose term has an id of the job, raises CheckpointError if the path
-        leads to another directory now. A URL does not, and a run with a local directory compares
-        ids of both directories instead (``OldSteps.check_ids``).
+        leads to another directory now. A URL does not.
         """
         if self._term is not None:
-            if self._term.job and self._may_move and not self._is_gone():
-                check_directory(self._run, self._term.number, self._term.job)
+            if not self._is_gone():
+                self._check_place_of(self._term)
             check_term(self._run, self._term.number)
 
     def check_place(self) -> None:
         """Raises CheckpointError if the directory in which this job took its term is not there.
 
         On the coordinator only, as :meth:`check`: steps in another directory are not of this run.
-        With a local directory, an empty one may be there, because the local steps count.
+        Warns once if the last step that this job committed is not there: perhaps an old copy is.
         """
-        if self._term is None or not self._term.job or self._run.local_path is None:
+        self._check_place_of(self._term)
+        step, term = self._committed, self.term
+        if step is None or not term.job or any(has_checkpoint(d.path(step)) for d in self._disks):
+            return
+        if newest_term(self._run).number <= term.number:  # Else a newer job has removed it.
+            self._committed = None
+            where = self._disks[0].directory
+            warnings.warn(
+                f"step {step}, which this job saved, is not in {where} any more", stacklevel=4
+            )
+
+    def committed(self, step: int) -> None:
+        """Records that a save of this process was committed."""
+        self._committed = step
+
+    def check_removal(self) -> None:
+        """Raises as :meth:`check_since_restore`, and CheckpointError if the directory is not there.
+
+        That is the one of the term, or of the last restore of a job without one. Otherwise the
+        local copies of steps would be removed alone.
+        """
+        self.check_since_restore()
+        self._check_place_of(self._term or self._seen)
+
+    def _check_place_of(self, began: Term | None) -> None:
+        if began is None or not began.job or not self._is_on_disk:
             return
         if self._is_gone():
-            raise CheckpointError(
-                f"cannot use {self._run}: it is gone, and this job has saved there. Move it back; "
-                "otherwise the next save creates it again"
-            )
-        may_be_empty = not self._is_alone
-        check_directory(self._run, self._term.number, self._term.job, may_be_empty=may_be_empty)
+            raise self._gone()
+        check_directory(self._run, began.number, began.job)
+
+    def _gone(self) -> CheckpointError:
+        otherwise = "; otherwise the next save creates it again" if self._is_alone else ""
+        return CheckpointError(
+            f"cannot use {self._run}: it is gone, and this job has begun there. "
+            f"Move it back{otherwise}"
+        )
 
     def check_since_restore(self) -> None:
         """Raises as :meth:`check`, also if another job took a term since this process restored."""
         self.check()
         if self._term is None and self._seen is not None:
             newest = newest_term(self._run)
-            if newest.number > self._seen and newest.job != self._job:
+            if newest.number > self._seen.number and newest.job != self._job:
                 raise superseded(self._run, newest)
 
     def check_here(self) -> None:
@@ -177,8 +210,8 @@ class Lineage:
             check_term(local, self._term.number)
 
     def _is_gone(self) -> bool:
-        """Returns whether nothing is at the path of a run on disk without a local directory."""
-        return self._may_move and self._run.is_missing()
+        """Returns whether nothing is at the path of a run on disk."""
+        return self._is_on_disk and self._run.is_missing()
 
     def newest(self) -> Term:
         """Returns the newest term of the run, whose lineage decides which steps are removed.
@@ -192,6 +225,7 @@ class Lineage:
         """Records that the steps after this one were removed."""
         self._has_warned, self._passed_over = False, None
         self._saved = math.inf  # The steps may be in a place that cannot be reached now.
+        self._committed = None
         if self._at is not None and self._at >= step:
             self._take_root_of(self._at)
 

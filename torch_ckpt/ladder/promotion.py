@@ -17,7 +17,7 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from errno import EEXIST
 
 from torch_ckpt.agent.identity import NO_ID, check_owner
@@ -159,6 +159,23 @@ class OldSteps:
         else:
             with self._changed:
                 self._steps.remain_in_run(steps)
+
+    def warn_of_lost(self, terms: Mapping[int, int]) -> None:
+        """Warns of lost local steps, with their terms, except those that the run has."""
+        if not self._lineage.term.number:  # Before that, another job may remove steps.
+            return
+        lost = []
+        for step, term in sorted(terms.items()):
+            is_in_run = False
+            with contextlib.suppress(CheckpointError):  # Perhaps it cannot be read now.
+                is_in_run = has_checkpoint(self._run.path(step)) and self._run.term_of(step) >= term
+            if not is_in_run:
+                lost.append(step)
+        if lost:
+            _LOG.warning(
+                "steps %s are not in %s any more, and were not promoted to %s",
+                *(lost, self._local.directory, self._run.directory),
+            )
 
     def continue_after(self, error: NotFoundError | StorageError, attempt: Attempt) -> None:
         """Continues with the next promotion if another save or job has caused an error.
@@ -465,14 +482,10 @@ class Promotion:
         if self._commits:
             self._old.remove_in_run()
         with self._changed:
-            local = committed_steps(self._local.directory)
-            lost = self._steps.lost(local)
-            if lost and self._lineage.term.number:  # Before that, another job may remove steps.
-                _LOG.warning(
-                    "steps %s are not in %s any more, and were not promoted to %s",
-                    *(sorted(lost), self._local.directory, self._run.directory),
-                )
-            step = self._steps.next(local)
+            lost = self._steps.lost(committed_steps(self._local.directory))
+        self._old.warn_of_lost(lost)
+        with self._changed:
+            step = self._steps.next(committed_steps(self._local.directory))
             if step is None:
                 self._is_requested = False
                 return

@@ -221,8 +221,8 @@ class PromotionSteps:
             self._of(step).state, self._of(step).problem = _State.PASSED_OVER, problem
             self._unreported.add(step)
 
-    def lost(self, local: Collection[int]) -> list[int]:
-        """Passes over the steps that should be promoted but no longer exist, and returns them.
+    def lost(self, local: Collection[int]) -> dict[int, int]:
+        """Passes over the steps to promote that no longer exist. Returns them with their terms.
 
         Chosen steps that never existed at this place, or were removed because the run has them, are
         passed over as well.
@@ -235,7 +235,7 @@ class PromotionSteps:
         self._here.intersection_update(local)
         gone -= self._unneeded
         self._unneeded.intersection_update(local)
-        return sorted(gone.intersection(lost))
+        return {step: self._of(step).term for step in gone.intersection(lost)}
 
     def lost_in_run(self, step: int, *, is_other: bool) -> None:
         """Promotes a promoted step again, unless the run now has another save of it."""

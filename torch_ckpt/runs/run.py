@@ -360,8 +360,10 @@ class Run(Saver, StepLoads):
             The steps that were removed from the directory.
 
         Raises:
-            CheckpointError: The background save failed, or another process reads a newer step under
-                a lease; nothing was removed. Or a step could not be removed; all others were.
+            CheckpointError: The background save failed, another process reads a newer step under a
+                lease, or the directory in which this run has saved, or from which it has restored,
+                is no longer at its path; nothing was removed. Or a step could not be removed; all
+                others were.
             CorruptionError: No whole step would remain. Nothing was removed.
             NotFoundError: No step would remain. Nothing was removed.
             RankTimeoutError: A rank was late, stuck or dead.

@@ -71,13 +71,12 @@ class StepSaves:
         self._group, self._process_group = group, process_group
         self._writer, self._backend, self._monitor = writer, backend, monitor
         self._boundary, self._clock, self._timeout_s = boundary, clock, timeout_s
-        self._promotion, self._recorder = promotion, recorder
+        self._promotion, self._recorder, self.lineage = promotion, recorder, lineage
         self.promotions = Promotions(promotion, group, disks, timeout_s)
         self.saved, self._reuses = 0, reuses
         self._last: int | None = None  # The step that was saved or restored last.
         self._knows_last = False
         self.damaged: set[int] = set()  # In the directory of the saves, as restores found.
-        self.lineage = lineage
         self._pending: BackgroundSave | None = None
         self._failed = FailedSaves(disks[0], backend.may_commit, removes=group.is_coordinator)
 
@@ -355,7 +354,7 @@ class StepSaves:
             return step_number(step), self._disk.report()
 
         def check(answers: list[tuple[int, Any]]) -> int:
-            self.lineage.check_since_restore()
+            self.lineage.check_removal()
             check_step = check_of(self._disks, [report for _, report in answers])
             steps_after(directories, answers[0][0], check_step)
             return answers[0][0]
@@ -392,6 +391,7 @@ class StepSaves:
         if self._boundary.stored in (None, step):  # Else another save has begun since.
             self.set_base(step)
         self._boundary.committed(step)
+        self.lineage.committed(step)
         with contextlib.nullcontext() if record is None else record.current():
             self._promotion.saved(step)
 
