@@ -161,13 +161,6 @@ def build_cpp(name: str, *options: str, target: str = "all", niceness: int = 0) 
     return folder
 
 
-def python_options() -> list[str]:
-    """For what CMake builds to be loaded into this Python."""
-    from torch.utils.cpp_extension import include_paths
-
-    return [f"-DPython3_EXECUTABLE={sys.executable}", f"-DTORCH_CKPT_PYBIND11={include_paths()[0]}"]
-
-
 def fuzz_targets(folder: Path) -> list[Path]:
     """The fuzz targets that were built."""
     return sorted(path for path in (folder / "fuzz").glob("*_fuzzer") if path.is_file())
@@ -176,7 +169,8 @@ def fuzz_targets(folder: Path) -> list[Path]:
 def build_all(*, target: str = "all", niceness: int = 0, benchmarks: bool = False) -> Path:
     """Builds the C++ tests and fuzz targets, and what tests of power cuts need."""
     options = ("-DTORCH_CKPT_FUZZ=ON", f"-DTORCH_CKPT_BENCHMARKS={'ON' if benchmarks else 'OFF'}")
-    return build_cpp("cpp", *python_options(), *options, target=target, niceness=niceness)
+    python = f"-DPython3_EXECUTABLE={sys.executable}"
+    return build_cpp("cpp", python, *options, target=target, niceness=niceness)
 
 
 def test_cpp(folder: Path, runs: int) -> None:
