@@ -138,11 +138,22 @@ def test_files_that_one_machine_cannot_read_for_a_moment_count_as_missing(
     assert steps_in(tmp_path / "run") == [4, 3, 2, 1]
 
 
+def _renamed(source: Path, target: Path) -> None:
+    dist.barrier()
+    if dist.get_rank() == 0:
+        source.rename(target)
+    dist.barrier()
+
+
 def _discards(folder: Path, machines: Sequence[int]) -> list[int]:
     with run_on(folder, machines, keep_local=3) as run:
         for step in (1, 2, 3):
             run.save(step, state_of(step))
         run.wait(promoted=True)
+        _renamed(folder / "run", folder / "moved")
+        with pytest.raises(CheckpointError, match="it is gone"):
+            run.discard_after(1)
+        _renamed(folder / "moved", folder / "run")
         removed = run.discard_after(1)
         assert run.latest_step() == 1
         run.save(2, state_of(2))
