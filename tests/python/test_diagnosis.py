@@ -105,7 +105,7 @@ def test_an_error_in_a_step_that_a_restore_passed_over_is_named_as_such() -> Non
     another[-1].details["error"] = "CorruptionError: step-300/a is damaged"
     failed = Call(passed_over + another)
     assert (failed.error, failed.result) == ("CorruptionError: step-300/a is damaged", "failed")
-    assert first_sentence(failed.events) == f"rank 1 on host-0 failed while reading: {error}"
+    assert first_sentence(failed.events).endswith("reading: CorruptionError: step-300/a is damaged")
 
 
 def test_a_slow_rank_is_named_with_its_rate_and_what_it_waited_for() -> None:

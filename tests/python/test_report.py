@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from command import run_command
 from events import event, save, write_record
 
+from torch_ckpt import Run
 from torch_ckpt.errors import NotFoundError
 from torch_ckpt.filesystems.location import Location
 from torch_ckpt.records.calls import Call, calls_of
@@ -235,3 +238,30 @@ def test_the_command_imports_no_torch(tmp_path: Path, run_new_python: Callable[.
 def test_calls_are_in_the_order_in_which_they_began() -> None:
     events = save(number=2, start=60) + save(number=1)
     assert [call.name for call in calls_of(events)] == ["1", "2"]
+
+
+class _Refusing:
+    """Refuses what it is given."""
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"w": torch.ones(100_000)}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        raise RuntimeError("another size")
+
+
+@pytest.mark.filterwarnings("ignore:step 2 is passed over")
+def test_a_restore_that_fails_after_it_has_passed_over_a_step_counts_as_failed(
+    tmp_path: Path,
+) -> None:
+    with Run(tmp_path, reuse="off") as run:
+        for step in (1, 2):
+            run.save(step, {"m": _Refusing()})
+        (damaged,) = (tmp_path / "step-2").glob("*.distcp")
+        os.truncate(damaged, damaged.stat().st_size // 2)
+        with pytest.raises(RuntimeError, match="another size"):
+            run.restore({"m": _Refusing()})
+    *_, load = calls_of(read_events(Location(tmp_path)))
+    assert load.kind == "load"
+    assert load.result == "failed"
+    assert "another size" in str(load.error)

@@ -383,6 +383,22 @@ OF_TESTS = {
         ),
         "python/test_ages_of_steps.py::test_without_times_of_files_all_steps_remain_with_one_warning",
     ),
+    "steps are discarded although the directory of the run is away": (
+        Mutation(
+            "torch_ckpt/ladder/lineage.py",
+            "        self._check_place_of(self._term or self._seen)\n",
+            "",
+        ),
+        "python/test_moved_runs.py::test_a_run_discards_no_step_while_its_directory_is_not_at_its_path",
+    ),
+    "a restore that passes over a damaged step counts as failed": (
+        Mutation(
+            "torch_ckpt/records/calls.py",
+            "            and event.end > planned.get(event.rank, -math.inf)\n",
+            "",
+        ),
+        "python/test_diagnosis.py::test_an_error_in_a_step_that_a_restore_passed_over_is_named_as_such",
+    ),
     "a local step of another job counts as unneeded": (
         Mutation(
             "torch_ckpt/ladder/promotion_steps.py",

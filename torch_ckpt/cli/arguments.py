@@ -43,8 +43,6 @@ def path_of(text: str) -> Location:
 def no_run(path: Location) -> NotFoundError:
     """Returns the error for a path without a run. It names what exists there instead."""
     with contextlib.suppress(CheckpointError):
-        if path.is_file():
-            return NotFoundError(f"{path} is not a run: it is a file")
         if listed_versions(path):
             return NotFoundError(f"{path} is not a run: it has the versions of a publisher")
         if metadata_prefixes(path):

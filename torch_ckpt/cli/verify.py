@@ -18,9 +18,9 @@ from torch_ckpt.cli.arguments import (
 )
 from torch_ckpt.cli.terminal import DAMAGED, SOUND, UNKNOWN, colored, print_json, printable
 from torch_ckpt.cli.versions import is_root, verify_versions
-from torch_ckpt.errors import CheckpointError, NotFoundError
+from torch_ckpt.errors import NotFoundError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.ladder.step_files import committed_steps, run_of_local
+from torch_ckpt.ladder.step_files import committed_steps, is_part_of_machine
 from torch_ckpt.storage.progress import progress_bar
 from torch_ckpt.storage.verify import examine
 
@@ -106,7 +106,7 @@ def _verified(
             watch=watch,
             trust_pickle=options.trust_pickle,
             rules=rules,
-            is_part=_is_part(path),
+            is_part=is_part_of_machine(path.absolute().parent),
         )
     seconds = max(time.monotonic() - begin, 1e-9) if begin else 0.0
     status = DAMAGED if report.damage else UNKNOWN if report.doubts else SOUND
@@ -120,13 +120,6 @@ def _verified(
         "seconds": seconds,
     }
     return facts, status
-
-
-def _is_part(path: Location) -> bool:
-    """Returns whether a step is in the local directory of one of several machines."""
-    with contextlib.suppress(CheckpointError):
-        return run_of_local(path.absolute().parent)[1]
-    return False
 
 
 def _print(facts: dict[str, Any]) -> None:

@@ -17,10 +17,10 @@ from typing import Any, NoReturn
 from torch_ckpt.cli.arguments import command, no_run, path_of, seconds
 from torch_ckpt.cli.terminal import FAILED, SOUND, printable
 from torch_ckpt.commits.leases import lease
-from torch_ckpt.commits.terms import Term, newest_term
-from torch_ckpt.errors import CheckpointError, CorruptionError, NotFoundError, UnsupportedError
+from torch_ckpt.commits.terms import Term, newest_term, term_of
+from torch_ckpt.errors import CorruptionError, NotFoundError, UnsupportedError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.ladder.step_files import committed_steps, listed_steps, run_of_local
+from torch_ckpt.ladder.step_files import committed_steps, is_part_of_machine, listed_steps
 from torch_ckpt.records.calls import in_flight
 from torch_ckpt.records.diagnosis import first_sentence
 from torch_ckpt.records.reading import recent_events
@@ -130,12 +130,12 @@ def _new_steps(options: argparse.Namespace, interrupted: threading.Event) -> Ite
     shown: list[tuple[str, ...]] = []
     is_first = not options.all
     if options.all:
-        known = _terms_of_steps(options.run, known)
+        known = _terms_of_whole_steps(options.run, known)
         yield from sorted(known)
     while True:
         if interrupted.is_set():
             raise KeyboardInterrupt
-        former, known = known, _terms_of_steps(options.run, known)
+        former, known = known, _terms_of_whole_steps(options.run, known)
         new = [step for step, term in known.items() if former.get(step) != term]
         if new:
             only_newest = is_first or options.words is not None
@@ -149,17 +149,14 @@ def _new_steps(options: argparse.Namespace, interrupted: threading.Event) -> Ite
         is_first = False
 
 
-def _terms_of_steps(run: Location, known: Mapping[int, int]) -> dict[int, int]:
+def _terms_of_whole_steps(run: Location, known: Mapping[int, int]) -> dict[int, int]:
     """Returns the whole steps that the run has not left, and the terms of their saves.
 
     Steps that are ``known`` are not checked again, unless the newest term begins at the step or
     before it: then it may be saved again.
     """
     steps = committed_steps(run)
-    is_part = False
-    with contextlib.suppress(CheckpointError):  # `ls` says so.
-        _, is_part = run_of_local(run)  # Other machines have the other files.
-    check = check_here if is_part else check_whole
+    check = check_here if is_part_of_machine(run) else check_whole
     lineage = newest_term(run) if steps else Term()
     found = {}
     for step in steps:
@@ -167,7 +164,9 @@ def _terms_of_steps(run: Location, known: Mapping[int, int]) -> dict[int, int]:
         # It is not whole, or was removed meanwhile.
         with contextlib.suppress(CorruptionError, NotFoundError, UnsupportedError):
             if term is None or (term < lineage.number and step >= lineage.lineage.get(term, -1)):
-                term = check(run / f"step-{step}")
+                term = term_of(run / f"step-{step}")
+                if lineage.has(step, term):
+                    check(run / f"step-{step}")
             if lineage.has(step, term):
                 found[step] = term
     return found

@@ -50,7 +50,8 @@ class Lineage:
         self._disks, self._run, self._retention = disks, disks[-1].directory, retention
         self._is_alone = len(disks) == 1  # Whether steps are saved to the run's directory itself.
         self._is_on_disk = self._run.local_path is not None
-        here, *above = _file_systems_at(self._run) if self._is_on_disk else [None]
+        may_create = self._is_alone and self._is_on_disk
+        here, *above = _file_systems_at(self._run) if may_create else [None]
         self._above = set(above) - {here, None}  # It is not below them while its own is mounted.
         self._job = secrets.token_hex(8)  # Stored in the files of its terms.
         self._term: Term | None = None  # From the first save on.
@@ -96,11 +97,6 @@ class Lineage:
         own, which is no longer mounted. With a local directory, a save that takes a term raises it
         if the directory of the run is gone: a new one would not have its id.
         """
-        newest = self._disks[0].newest_after(step)  # A save does not wait for another storage.
-        if newest is not None and newest != self._passed_over:
-            if not self._is_branch:
-                self._is_branch, self._root = True, self._at
-            self._warn(f"is saved, but step {newest} of", step, "this save leaves it")
         takes_term = self._term is None or step < self._saved
         if is_gone := (self._is_alone or takes_term) and self._is_gone():
             if not self._is_alone:
@@ -117,6 +113,11 @@ class Lineage:
             self._restored.clear()
         else:
             self.check_here()
+        newest = self._disks[0].newest_after(step)  # A save does not wait for another storage.
+        if newest is not None and newest != self._passed_over:
+            if not self._is_branch:
+                self._is_branch, self._root = True, self._at
+            self._warn(f"is saved, but step {newest} of", step, "this save leaves it")
         self._saved = step
         record: dict[str, int | str | None] = {"term": self.term.number, "job": self._job}
         if self._is_branch:
@@ -153,11 +154,13 @@ class Lineage:
         step, term = self._committed, self.term
         if step is None or not term.job or any(has_checkpoint(d.path(step)) for d in self._disks):
             return
-        if newest_term(self._run).number <= term.number:  # Else a newer job has removed it.
+        is_newest = newest_term(self._run).number <= term.number  # Another job may remove steps.
+        if is_newest and self._committed == step:  # Else a save was committed meanwhile.
             self._committed = None
-            where = self._disks[0].directory
             warnings.warn(
-                f"step {step}, which this job saved, is not in {where} any more", stacklevel=4
+                f"step {step}, which this job saved, is not in {self._run} any more: perhaps an "
+                "old copy of the directory is there",
+                stacklevel=4,
             )
 
     def committed(self, step: int) -> None:
@@ -170,21 +173,20 @@ class Lineage:
         That is the one of the term, or of the last restore of a job without one. Otherwise the
         local copies of steps would be removed alone.
         """
-        self.check_since_restore()
         self._check_place_of(self._term or self._seen)
+        self.check_since_restore()
 
-    def _check_place_of(self, began: Term | None) -> None:
-        if began is None or not began.job or not self._is_on_disk:
+    def _check_place_of(self, term: Term | None) -> None:
+        if term is None or not term.job or not self._is_on_disk:
             return
         if self._is_gone():
             raise self._gone()
-        check_directory(self._run, began.number, began.job)
+        check_directory(self._run, term.number, term.job)
 
     def _gone(self) -> CheckpointError:
         otherwise = "; otherwise the next save creates it again" if self._is_alone else ""
         return CheckpointError(
-            f"cannot use {self._run}: it is gone, and this job has begun there. "
-            f"Move it back{otherwise}"
+            f"cannot use {self._run}: it is gone, and this job has used it. Move it back{otherwise}"
         )
 
     def check_since_restore(self) -> None:

@@ -482,10 +482,11 @@ class Promotion:
         if self._commits:
             self._old.remove_in_run()
         with self._changed:
-            lost = self._steps.lost(committed_steps(self._local.directory))
+            local = committed_steps(self._local.directory)
+            lost = self._steps.lost(local)
         self._old.warn_of_lost(lost)
         with self._changed:
-            step = self._steps.next(committed_steps(self._local.directory))
+            step = None if self._is_ended else self._steps.next(local)
             if step is None:
                 self._is_requested = False
                 return

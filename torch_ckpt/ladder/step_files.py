@@ -31,6 +31,7 @@ __all__ = [
     "branch_of",
     "check_same_run",
     "committed_steps",
+    "is_part_of_machine",
     "leased_steps",
     "linked_steps",
     "listed_steps",
@@ -196,6 +197,13 @@ def run_of_local(local: Location) -> tuple[Location | None, bool]:
         return None, False
     except ValueError as error:
         raise CorruptionError(f"{file} does not name the directory of a run: {error}") from None
+
+
+def is_part_of_machine(local: Location) -> bool:
+    """Returns whether other machines have the other files of the steps of a local directory."""
+    with contextlib.suppress(CheckpointError):
+        return run_of_local(local)[1]
+    return False
 
 
 def same_run_of_local(local: Location) -> Location | None:

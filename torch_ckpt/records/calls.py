@@ -10,7 +10,16 @@ from typing import Any
 
 from torch_ckpt.records.event import PHASES, Event
 
-__all__ = ["AFTERWARDS", "DURABLE", "Call", "Part", "calls_of", "in_flight", "number_of"]
+__all__ = [
+    "AFTERWARDS",
+    "DURABLE",
+    "Call",
+    "Part",
+    "calls_of",
+    "error_of",
+    "in_flight",
+    "number_of",
+]
 
 AFTERWARDS = "promote"
 """A phase outside the save: the step is copied from the local directory once it is durable."""
@@ -66,7 +75,7 @@ class Part:
                     setattr(self, name, (getattr(self, name) or 0) + value)
             elif detail == "mode":
                 self.mode = str(details["mode"])
-        self.error = self.error or _error_of(event)
+        self.error = self.error or error_of(event)
         self.unfinished = self.unfinished or bool(details.get("unfinished"))
 
 
@@ -86,7 +95,7 @@ def number_of(event: Event, detail: str) -> float | None:
     return value if is_number and 0 <= value < _MAX_NUMBER else None
 
 
-def _error_of(event: Event) -> str | None:
+def error_of(event: Event) -> str | None:
     error = event.details.get("error")
     return " ".join(str(error).split()) if error else None
 
@@ -178,20 +187,25 @@ class Call:
         return self.nbytes / self.seconds if self.nbytes and self.seconds else None
 
     @cached_property
-    def error(self) -> str | None:
-        """The first error of the call, if any.
+    def failures(self) -> list[Event]:
+        """The phases that ended with an error, by their ends.
 
-        Errors of a load before its last plan do not count: it passed over a damaged step.
+        Those of a load before its last plan do not count: it passed over a damaged step.
         """
         planned = {e.rank: e.start for e in self.events if e.phase == "plan" and e.kind == "load"}
         failed = [
             event
             for event in self.events
-            if _error_of(event)
+            if error_of(event)
             and event.phase != AFTERWARDS
             and event.end > planned.get(event.rank, -math.inf)
         ]
-        return _error_of(min(failed, key=lambda event: event.end)) if failed else None
+        return sorted(failed, key=lambda event: event.end)
+
+    @property
+    def error(self) -> str | None:
+        """The first error of the call, if any."""
+        return error_of(self.failures[0]) if self.failures else None
 
     @cached_property
     def open_phases(self) -> list[str]:

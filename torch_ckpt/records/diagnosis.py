@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from torch_ckpt.records.calls import AFTERWARDS, Call, Part
+from torch_ckpt.records.calls import AFTERWARDS, Call, Part, error_of
 from torch_ckpt.records.figures import nbytes_text, pair_of_rates, percent, rate_text, seconds_text
 
 __all__ = ["first_sentence", "gerund", "headline"]
@@ -152,17 +152,14 @@ def _unfinished(call: Call) -> str | None:
 
 
 def _failed(call: Call) -> tuple[str, str] | None:
-    failed = [
-        (part.end, rank, phase, part.error)
-        for phase, ranks in call.parts.items()
-        for rank, part in ranks.items()
-        if part.error
-    ]
+    failed = call.failures or [event for event in call.events if error_of(event)]
     if not failed:
         return None
-    _, rank, phase, error = min(failed)  # The other ranks fail because of it.
-    then = "" if call.error or phase == AFTERWARDS else ", and another copy was loaded"
-    return f"{_who([rank], call)} failed while {gerund(phase)}{then}", error
+    first = min(failed, key=lambda event: event.end)  # The other ranks fail because of it.
+    passed_over = not call.failures and first.phase != AFTERWARDS
+    then = ", and another copy was loaded" if passed_over else ""
+    text = f"{_who([first.rank], call)} failed while {gerund(first.phase)}{then}"
+    return text, error_of(first) or ""
 
 
 # ---- Ranks that are slower than others ----

@@ -265,6 +265,8 @@ class Record:
             yield
             return
         phase = _Phase(name, time.monotonic())
+        if name == "plan":
+            self._has_error = False  # A load that plans again has passed over a damaged step.
         if threading.get_ident() != self._thread:
             phase.details["background"] = True
         self.open.append(phase)

@@ -360,12 +360,12 @@ class StepSaves:
             return answers[0][0]
 
         def discard(_: list[None]) -> list[int]:
-            with contextlib.ExitStack() as stack:
-                stack.enter_context(self._promotion.discarding_after(step))
-                removed = discard_after(directories, step)
-            self.lineage.discarded_after(step)
-            self._knows_last = False
-            return removed
+            try:
+                with self._promotion.discarding_after(step):
+                    return discard_after(directories, step)
+            finally:  # If it fails, some were removed.
+                self.lineage.discarded_after(step)
+                self._knows_last = False
 
         def discard_elsewhere() -> None:
             """Discards steps that are not on the coordinator's disk."""

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from torch_ckpt.errors import CorruptionError, NotFoundError
 from torch_ckpt.filesystems.location import Location
+from torch_ckpt.formats.committed import metadata_prefixes
 from torch_ckpt.formats.expansion import allowed_nbytes
 from torch_ckpt.formats.index import index_of
 from torch_ckpt.options import IoOptions
@@ -54,6 +55,7 @@ class StoredValues:
         trust_pickle: bool = False,
         rules: str | None = None,
     ) -> None:
+        self._path = path
         self._reader = FastReader(
             path.checkpoint_id,
             io=io,
@@ -145,7 +147,9 @@ class StoredValues:
     def _read(self, items: list[ReadItem], planner: LoadPlanner) -> None:
         try:
             self._reader.read_data(LoadPlan(items), planner).wait()
-        except NotFoundError as error:  # The checkpoint itself was found.
+        except NotFoundError as error:
+            if not metadata_prefixes(self._path):  # The whole checkpoint was removed meanwhile.
+                raise
             raise CorruptionError(str(error)) from error
 
 
