@@ -385,12 +385,12 @@ def test_watch_passes_over_a_step_that_lacks_a_file(run: Path, options: list[str
     status, printed = run_command("watch", run, "--once", "--json", *options)
     steps = [json.loads(line)["step"] for line in printed.splitlines()]
     assert (status, steps) == (SOUND, [1, 2] if options == ["--all"] else [2])
-    known = watch._terms_of_steps(Location(run), {})
+    known = watch._terms_of_whole_steps(Location(run), {})
     data.write_bytes(content[:-1])
-    assert watch._terms_of_steps(Location(run), known).keys() == {1, 2}
+    assert watch._terms_of_whole_steps(Location(run), known).keys() == {1, 2}
     data.write_bytes(content)
     with mock.patch.object(watch, "check_whole", wraps=watch.check_whole) as check:
-        assert watch._terms_of_steps(Location(run), known).keys() == {1, 2, 3}
+        assert watch._terms_of_whole_steps(Location(run), known).keys() == {1, 2, 3}
     assert check.call_count == 1
 
 
@@ -404,14 +404,14 @@ def lines_of(call: str, phase: str, end: float, **details: Any) -> str:
 def test_watch_prints_each_new_step_and_runs_a_command_on_the_newest(
     run: Path, options: list[str], steps: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    searched, searches = watch._terms_of_steps, itertools.count()
+    searched, searches = watch._terms_of_whole_steps, itertools.count()
 
     def search(*arguments: Any) -> dict[int, int]:
         if next(searches) == 1:
             save_steps(run, 4, 5, 6)
         return searched(*arguments)
 
-    monkeypatch.setattr(watch, "_terms_of_steps", search)
+    monkeypatch.setattr(watch, "_terms_of_whole_steps", search)
     words = ["--interval", 0.01, "--until-step", 6, "--json"]
     status, printed = run_command("watch", run, *words, *options)
     facts = map(json.loads, printed.splitlines())

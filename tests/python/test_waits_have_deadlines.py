@@ -230,7 +230,6 @@ PYTHON = {
     "publishing/publisher.py Publisher._settle pending.result": Wait(
         "at once: it is done", "the version"
     ),
-    "publishing/snapshot.py Differences with self._changed": Wait(BRIEF, CALL),
     "staging/copied_state.py CopiedState._copy_values x.wait": Wait(
         "the collective of torch that makes the tensor", "torch"
     ),
