@@ -9,12 +9,10 @@ import shlex
 from torch_ckpt.commits.terms import Term, newest_term, term_of
 from torch_ckpt.errors import CheckpointError, NotFoundError
 from torch_ckpt.filesystems.location import Location
-from torch_ckpt.formats.absent import no_checkpoint
 from torch_ckpt.formats.committed import metadata_prefixes
 from torch_ckpt.known_frameworks import FRAMEWORKS
 from torch_ckpt.ladder.step_files import committed_steps, listed_steps
 from torch_ckpt.ladder.times import time_s
-from torch_ckpt.publishing.version_files import listed_versions
 
 __all__ = [
     "add_json",
@@ -42,6 +40,10 @@ def path_of(text: str) -> Location:
 
 def no_run(path: Location) -> NotFoundError:
     """Returns the error for a path without a run. It names what exists there instead."""
+    # Every command imports this module, and the agent too.
+    from torch_ckpt.formats.absent import no_checkpoint
+    from torch_ckpt.publishing.version_files import listed_versions
+
     with contextlib.suppress(CheckpointError):
         if listed_versions(path):
             return NotFoundError(f"{path} is not a run: it has the versions of a publisher")

@@ -98,9 +98,10 @@ class Lineage:
         if the directory of the run is gone: a new one would not have its id.
         """
         takes_term = self._term is None or step < self._saved
-        if is_gone := (self._is_alone or takes_term) and self._is_gone():
-            if not self._is_alone:
-                raise self._gone()
+        is_gone = (self._is_alone or takes_term) and self._is_gone()
+        if is_gone and not self._is_alone:
+            raise self._gone()
+        if is_gone:
             if _file_systems_at(self._run)[0] in self._above:
                 raise other_directory(
                     self._run, "it is gone, and its parent is on another file system"
@@ -140,8 +141,7 @@ class Lineage:
         leads to another directory now. A URL does not.
         """
         if self._term is not None:
-            if not self._is_gone():
-                self._check_place_of(self._term)
+            self._check_place_of(self._term, may_be_gone=True)
             check_term(self._run, self._term.number)
 
     def check_place(self) -> None:
@@ -170,18 +170,19 @@ class Lineage:
     def check_removal(self) -> None:
         """Raises as :meth:`check_since_restore`, and CheckpointError if the directory is not there.
 
-        That is the one of the term, or of the last restore of a job without one. Otherwise the
-        local copies of steps would be removed alone.
+        A job without a term looks for the directory from which it has restored. In another one,
+        steps of another run would be removed; without one, local copies alone.
         """
         self._check_place_of(self._term or self._seen)
         self.check_since_restore()
 
-    def _check_place_of(self, term: Term | None) -> None:
+    def _check_place_of(self, term: Term | None, *, may_be_gone: bool = False) -> None:
         if term is None or not term.job or not self._is_on_disk:
             return
-        if self._is_gone():
+        if not self._is_gone():
+            check_directory(self._run, term.number, term.job)
+        elif not may_be_gone:
             raise self._gone()
-        check_directory(self._run, term.number, term.job)
 
     def _gone(self) -> CheckpointError:
         otherwise = "; otherwise the next save creates it again" if self._is_alone else ""

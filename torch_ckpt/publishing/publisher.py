@@ -345,7 +345,7 @@ class Publisher:
             finally:
                 try:
                     differences.end(error)
-                except BaseException:  # An interrupt. The thread would wait for ever.
+                except BaseException:  # An interrupt came first, and the thread still waits.
                     differences.end(error)
                     raise
                 finally:

@@ -51,7 +51,6 @@ class Part:
     waited: float | None = None
     waited_for_ranks: float | None = None
     mode: str | None = None
-    error: str | None = None
     unfinished: bool = False
 
     @property
@@ -75,7 +74,6 @@ class Part:
                     setattr(self, name, (getattr(self, name) or 0) + value)
             elif detail == "mode":
                 self.mode = str(details["mode"])
-        self.error = self.error or error_of(event)
         self.unfinished = self.unfinished or bool(details.get("unfinished"))
 
 
@@ -96,6 +94,7 @@ def number_of(event: Event, detail: str) -> float | None:
 
 
 def error_of(event: Event) -> str | None:
+    """Returns the error of an event in one line; ``None`` without one."""
     error = event.details.get("error")
     return " ".join(str(error).split()) if error else None
 
