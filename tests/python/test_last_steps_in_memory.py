@@ -77,6 +77,27 @@ def test_a_save_that_is_interrupted_before_its_copy_withdraws_no_former_step(run
     assert is_on_disk(run, 2)
 
 
+def test_a_restore_waits_until_the_agent_has_written_a_step_whose_memory_was_removed(
+    run: Path,
+) -> None:
+    """The agent still has it mapped. An older step would hide it."""
+    last = in_memory_alone(run)
+    shutil.rmtree(folder_of(run_of(run)))
+    assert_restores(last, 2)
+    assert is_on_disk(run, 2)
+    last.close()
+
+
+def test_a_step_that_is_lost_with_its_memory_fails_one_restore(run: Path) -> None:
+    last = in_memory_alone(run)
+    kill_agent(run)
+    shutil.rmtree(folder_of(run_of(run)))
+    with pytest.raises(CheckpointError, match="step 2 is lost: its memory was removed"):
+        last.restore(state_of(0))
+    assert_restores(last, 1)
+    last.close()
+
+
 def discard_nothing(run: Run) -> None:
     assert run.discard_after(2) == []
 

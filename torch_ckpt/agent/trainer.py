@@ -8,7 +8,7 @@ import functools
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,9 +43,9 @@ from torch_ckpt.coordination.background import BackgroundFuture
 from torch_ckpt.coordination.exclusive import Exclusive
 from torch_ckpt.coordination.group import Group, group_of
 from torch_ckpt.coordination.waiting import duration, submitted
-from torch_ckpt.errors import CheckpointError
+from torch_ckpt.errors import CheckpointError, StorageError
 from torch_ckpt.filesystems.location import Location, name_of
-from torch_ckpt.formats.committed import open_committed
+from torch_ckpt.formats.committed import has_checkpoint, open_committed
 from torch_ckpt.options import OnBusy
 from torch_ckpt.planning.replica_check import warn_of
 from torch_ckpt.storage.progress import Phases, is_first
@@ -161,11 +161,6 @@ class SnapshotAgent:
     def folder(self) -> Path:
         """Folder of the shared memory of the run on this machine."""
         return self._client.folder
-
-    @property
-    def ranks_here(self) -> Sequence[int]:
-        """The ranks of this machine."""
-        return self.member.ranks_here
 
     @property
     def superseded(self) -> int:
@@ -376,14 +371,8 @@ class SnapshotAgent:
     def _persist(self, staged: StagedSave, phases: Phases) -> None:
         """Waits until the agent has committed a save. The first rank logs it."""
         self.persist(staged)
-        ranks = self.member.world_size
-        if not (self._group.is_coordinator and is_first(ranks) and _LOG.isEnabledFor(logging.INFO)):
-            return
-        with contextlib.suppress(CheckpointError):  # The save succeeded, readable or not.
-            _, index = open_committed(staged.directory, "")
-            nbytes = 0 if index is None else sum(nbytes for _, nbytes in index.files)
-            details = [f"{ranks} ranks" if ranks > 1 else "1 rank", "by the agent"]
-            phases.end("saved", nbytes, staged.directory, *details, is_first=True)
+        if self._group.is_coordinator:
+            _log(staged, phases, self.member.world_size)
 
     def copy(self, source: Location, target: Location, **options: Any) -> AgentCopy:
         """Returns a copy of a checkpoint, whose data files the agent sends."""
@@ -415,7 +404,19 @@ class SnapshotAgent:
         return any(h.step == step for h, _ in complete_slots(self.folder, self.member.run))
 
     def slot_report(self) -> SlotReport:
-        """Returns the slots in memory on the first rank of this machine; nothing on others."""
+        """Returns the slots in memory on the first rank of this machine; nothing on others.
+
+        If the shared memory was removed, first waits until the agent has written the last save that
+        was there alone. Raises StorageError if it cannot.
+        """
+        if (staged := self._in_memory) and not self.has_in_memory(staged.header.step):
+            self._in_memory = None
+            try:  # This connection leads to the agent that still has the memory mapped.
+                self._client.persist(staged.header.sequence, True)
+            except CheckpointError as error:
+                if not has_checkpoint(staged.directory):
+                    lost = f"step {staged.header.step} is lost: its memory was removed, and {error}"
+                    raise StorageError(lost) from error
         return self._memory.slot_report()
 
     def close(self, *, drop: bool = False) -> None:
@@ -458,3 +459,14 @@ class SnapshotAgent:
                 outcome.set_exception(error)
                 outcome.report()
         self._client.detach(drop=False)
+
+
+def _log(staged: StagedSave, phases: Phases, ranks: int) -> None:
+    """Logs that a save is on disk."""
+    if not (is_first(ranks) and _LOG.isEnabledFor(logging.INFO)):
+        return
+    with contextlib.suppress(CheckpointError):  # The save succeeded, readable or not.
+        _, index = open_committed(staged.directory, "")
+        nbytes = 0 if index is None else sum(nbytes for _, nbytes in index.files)
+        details = [f"{ranks} ranks" if ranks > 1 else "1 rank", "by the agent"]
+        phases.end("saved", nbytes, staged.directory, *details, is_first=True)

@@ -336,10 +336,11 @@ def _started(
             raise failure
         if failure is not None:
             return _with_rank(failure)
-        if agent is not None and places is not None and places.here != list(agent.ranks_here):
+        of_machine = [] if agent is None else list(agent.member.ranks_here)
+        if agent is not None and places is not None and places.here != of_machine:
             return (
-                f"ranks {places.here} share a local directory, and ranks {list(agent.ranks_here)} "
-                "a machine; the agent requires one local directory per machine"
+                f"ranks {places.here} share a local directory, and ranks {of_machine} a machine; "
+                "the agent requires one local directory per machine"
             )
         return ""
 
