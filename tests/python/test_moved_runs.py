@@ -219,10 +219,17 @@ def test_a_run_creates_its_directory_again_if_nothing_is_at_its_path(
 
 @pytest.mark.parametrize("has_saved", [True, False])
 @pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("is_bound", [True, False])
 def test_a_run_is_not_created_again_below_its_mount_point(
-    mount_tmpfs: Callable[[str], Path], options: str, has_saved: bool
+    mount_tmpfs: Callable[[str], Path], options: str, has_saved: bool, is_bound: bool
 ) -> None:
+    """Also if the storage is a directory of the file system that has the mount point."""
     mounted = mount_tmpfs("size=10m")
+    if is_bound:
+        storage, mounted = mounted / "storage", mounted / "mounted"
+        storage.mkdir()
+        mounted.mkdir()
+        subprocess.run(["mount", "--bind", storage, mounted], check=True)
     going = Run(mounted / "runs" / "gpt", **OPTIONS[options])
     if has_saved:
         _save(going, 40)

@@ -25,7 +25,7 @@ from torch_ckpt.errors import CheckpointError, NotFoundError, StorageError, Unsu
 from torch_ckpt.filesystems.object_store import OBSTORE_SCHEMES, file_system_of
 from torch_ckpt.filesystems.passwords import refuse_password
 from torch_ckpt.filesystems.store_client import PENDING, url_of
-from torch_ckpt.process_state import PROCESS
+from torch_ckpt.process_state import PROCESS, Descriptor
 
 __all__ = [
     "PENDING",
@@ -318,6 +318,26 @@ class Location:
         except OSError:
             return None
         return stat and (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
+
+    def mount(self) -> int | None:
+        """Returns the number of the mount of a directory on disk; ``None`` if it is missing.
+
+        A directory that is mounted at a second place has another number there. Without ``/proc``,
+        both have that of the file system.
+        """
+        assert self.local_path is not None
+        try:
+            with _native.StorageCall("inspecting", self.path):
+                number = os.open(self.local_path, os.O_PATH | os.O_CLOEXEC)
+        except OSError:
+            return None
+        descriptor = Descriptor(number)
+        with contextlib.closing(descriptor):
+            try:
+                facts = Path(f"/proc/self/fdinfo/{number}").read_text()
+                return int(facts.partition("mnt_id:")[2].split()[0])
+            except (OSError, ValueError, IndexError):
+                return os.fstat(number).st_dev
 
     def is_same_as(self, other: Location) -> bool:
         """Returns whether both lead to the same file or directory, even through different mounts.

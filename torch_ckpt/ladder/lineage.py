@@ -51,8 +51,8 @@ class Lineage:
         self._is_alone = len(disks) == 1  # Whether steps are saved to the run's directory itself.
         self._is_on_disk = self._run.local_path is not None
         may_create = self._is_alone and self._is_on_disk
-        here, *above = _file_systems_at(self._run) if may_create else [None]
-        self._above = set(above) - {here, None}  # It is not below them while its own is mounted.
+        here, *above = _mounts_at(self._run) if may_create else [0]
+        self._above = set(above) - {here}  # It is not below them while its own is mounted.
         self._job = secrets.token_hex(8)  # Stored in the files of its terms.
         self._term: Term | None = None  # From the first save on.
         self._saved: float = 0  # The newest step that was saved in that term.
@@ -93,8 +93,8 @@ class Lineage:
 
         Takes a term for the first step, for a step below one that this process has saved, after
         steps were discarded, and if the directory is gone: the save creates it again. Raises
-        as :meth:`check`, and CheckpointError if it would be created on the file system above its
-        own, which is no longer mounted. With a local directory, a save that takes a term raises it
+        as :meth:`check`, and CheckpointError if it would be created on the mount above its own,
+        which is no longer mounted. With a local directory, a save that takes a term raises it
         if the directory of the run is gone: a new one would not have its id.
         """
         takes_term = self._term is None or step < self._saved
@@ -102,10 +102,8 @@ class Lineage:
         if is_gone and not self._is_alone:
             raise self._gone()
         if is_gone:
-            if _file_systems_at(self._run)[0] in self._above:
-                raise other_directory(
-                    self._run, "it is gone, and its parent is on another file system"
-                )
+            if _mounts_at(self._run)[0] in self._above:
+                raise other_directory(self._run, "it is gone, and its parent is on another mount")
             if self._term is not None:
                 _LOG.warning("%s is gone; this save creates it again", self._run)
         if takes_term or is_gone:
@@ -272,7 +270,7 @@ class Lineage:
         )
 
 
-def _file_systems_at(path: Location) -> list[object]:
-    """Returns the numbers of the file systems of a directory and its parents that exist."""
-    nearest_first = (each for each in (path, *path.parents) if not each.is_missing())
-    return [identity and identity[0] for identity in (each.identity() for each in nearest_first)]
+def _mounts_at(path: Location) -> list[int]:
+    """Returns the mounts of a directory on disk and its parents, as far as they exist."""
+    found = (each.mount() for each in (path, *path.parents))
+    return [mount for mount in found if mount is not None]
