@@ -104,7 +104,7 @@ class Lineage:
         if is_gone:
             if _mounts_at(self._run)[0] in self._above:
                 raise other_directory(self._run, "it is gone, and its parent is on another mount")
-            if self._term is not None:
+            if self._known.job:
                 _LOG.warning("%s is gone; this save creates it again", self._run)
         if takes_term or is_gone:
             self._saved = math.inf  # Even if this fails, the file of the term may exist.
@@ -132,6 +132,11 @@ class Lineage:
         """Continues in the term of the coordinator. Called on the other ranks."""
         self._term = Term(term, lineage)
 
+    @property
+    def _known(self) -> Term:
+        """The term that identifies the directory: of this process, or what its restore found."""
+        return self._term or self._seen or Term()
+
     def check(self) -> None:
         """Raises SupersededError if another job has taken a later term than this process.
 
@@ -139,16 +144,16 @@ class Lineage:
         leads to another directory now. A URL does not.
         """
         if self._term is not None:
-            self._check_place_of(self._term, may_be_gone=True)
+            self._check_directory(may_be_gone=True)
             check_term(self._run, self._term.number)
 
     def check_place(self) -> None:
-        """Raises CheckpointError if the directory in which this job took its term is not there.
+        """Raises CheckpointError if the directory that this job has used is not there.
 
         On the coordinator only, as :meth:`check`: steps in another directory are not of this run.
         Warns once if the last step that this job committed is not there: perhaps an old copy is.
         """
-        self._check_place_of(self._term)
+        self._check_directory()
         step, term = self._committed, self.term
         if step is None or not term.job or any(has_checkpoint(d.path(step)) for d in self._disks):
             return
@@ -166,19 +171,19 @@ class Lineage:
         self._committed = step
 
     def check_removal(self) -> None:
-        """Raises as :meth:`check_since_restore`, and CheckpointError if the directory is not there.
+        """Raises as :meth:`check_place`, which also warns, and as :meth:`check_since_restore`.
 
-        A job without a term looks for the directory from which it has restored. In another one,
-        steps of another run would be removed; without one, local copies alone.
+        In another directory, steps of another run would be removed; without one, local copies
+        alone.
         """
-        self._check_place_of(self._term or self._seen)
+        self.check_place()
         self.check_since_restore()
 
-    def _check_place_of(self, term: Term | None, *, may_be_gone: bool = False) -> None:
-        if term is None or not term.job or not self._is_on_disk:
+    def _check_directory(self, *, may_be_gone: bool = False) -> None:
+        if not self._known.job or not self._is_on_disk:
             return
         if not self._is_gone():
-            check_directory(self._run, term.number, term.job)
+            check_directory(self._run, self._known.number, self._known.job)
         elif not may_be_gone:
             raise self._gone()
 
@@ -189,9 +194,10 @@ class Lineage:
         )
 
     def check_since_restore(self) -> None:
-        """Raises as :meth:`check`, also if another job took a term since this process restored."""
+        """Raises as :meth:`check`, also for a process that has restored and not saved since."""
         self.check()
         if self._term is None and self._seen is not None:
+            self._check_directory(may_be_gone=True)
             newest = newest_term(self._run)
             if newest.number > self._seen.number and newest.job != self._job:
                 raise superseded(self._run, newest)
