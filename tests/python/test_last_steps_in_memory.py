@@ -136,6 +136,23 @@ def replace_the_directory(path: Path) -> Iterator[None]:
     path.with_name("moved").rename(path)
 
 
+@contextlib.contextmanager
+def move_the_directory(path: Path) -> Iterator[None]:
+    path.rename(path.with_name("moved"))
+    yield
+    assert not path.exists()
+    path.with_name("moved").rename(path)
+
+
+@contextlib.contextmanager
+def unmount_the_directory(path: Path) -> Iterator[None]:
+    """Its mount point remains."""
+    with move_the_directory(path):
+        path.mkdir()
+        yield
+        path.rmdir()
+
+
 @pytest.mark.thin(1.0)
 @pytest.mark.parametrize(
     ("fault", "reason", "first"),
@@ -144,6 +161,8 @@ def replace_the_directory(path: Path) -> Iterator[None]:
         (fill_the_disk, "ENOSPC", discard_nothing),
         (fill_the_disk, "ENOSPC", save_without_the_agent),
         (replace_the_directory, "another run", lambda run: None),
+        (move_the_directory, "not the directory of this run", lambda run: None),
+        (unmount_the_directory, "not the directory of this run", lambda run: None),
     ],
 )
 def test_close_reports_a_last_step_that_is_in_memory_alone(

@@ -237,27 +237,28 @@ def claim_directory(
     folder: Path,
     small_files: Mapping[str, bytes] | None = None,
     *,
-    may_recreate: bool,
+    is_local: bool = False,
 ) -> None:
     """Checks that a directory belongs to the run in memory, and writes the id if it is new.
 
     Does nothing if the memory (``folder``) has no id: a :class:`SnapshotAgent` without a ``Run``
-    writes none. If the directory is gone, the run continues in a new one with ``may_recreate``,
-    and CheckpointError is raised without it. Raises CheckpointError, too, if the directory belongs
-    to another run. A run without an agent writes no id, so a directory without an id must not have
-    terms of other jobs alone: the ``small_files`` of the step name the job that saved it.
+    writes none. Raises CheckpointError if the directory belongs to another run, or if the id was
+    written before and the directory has neither the id nor a term of the job that saved the step,
+    which the ``small_files`` name: it may have been moved or unmounted. Ranks that create the
+    directory again write a term there. A local directory may be empty.
     """
     own = id_in_memory(folder)
     if own is None:
         return
     found = id_in_directory(directory)
     if found is None:
-        if own.is_written and not may_recreate:
+        may_be_empty, job = is_local or not own.is_written, job_in(small_files)
+        if job:
+            check_directory(directory, term_in(small_files), job, may_be_empty=may_be_empty)
+        elif not may_be_empty:
             raise CheckpointError(
                 f"cannot write to {directory}: it {NO_ID}, and this run has the id {own.id}"
             )
-        if job := job_in(small_files):
-            check_directory(directory, term_in(small_files), job, may_be_empty=True)
         write_id(directory, own.id)
     elif found != own.id:
         raise CheckpointError(

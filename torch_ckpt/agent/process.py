@@ -147,7 +147,6 @@ class Agent:
             *(folder, self._slots, self._changed),
             options=lambda: self.options,
             is_shutting_down=self._is_shutting_down,
-            is_live=self._is_live,
             failures=self._failures,
         )
         self._unrequested = UnrequestedSaves(self._saves, self._slots)
@@ -216,10 +215,6 @@ class Agent:
         """Returns whether the agent is ending, or the ranks of a save have restarted."""
         with self._changed:
             return bool(self._signals) or self._ranks.have_restarted(save)
-
-    def _is_live(self, save: Save) -> bool:
-        with self._changed:
-            return self._ranks.are_live(save)
 
     def _is_needed(self, save: Save, scan: SlotScan) -> bool:
         """Returns whether a save must still be persisted, or may still be completed."""

@@ -186,11 +186,6 @@ class RankProcesses:
         """Returns whether ranks of a later session than that of the save are alive."""
         return any(p.session > save[0] and p.is_alive for p in self._processes.values())
 
-    def are_live(self, save: Save) -> bool:
-        """Returns whether any trainer of a save is alive, or has ended in good order."""
-        trainers = [p for p in self._processes.values() if p.session == save[0]]
-        return any(p.has_detached or (p.connections and p.is_alive) for p in trainers)
-
     def is_awaited(self, save: Save, scan: SlotScan) -> bool:
         """Returns whether the missing ranks may still complete a save."""
         missing = set(self.ranks).difference(scan.ranks_of(save))

@@ -59,9 +59,8 @@ class Saves:
 
     Requires: the caller holds the lock of ``changed``, which is notified when a save has ended,
     unless a method states otherwise. ``options`` returns the current options of the agent.
-    ``is_shutting_down`` returns whether a save must shorten its waits, and ``is_live`` whether any
-    trainer of the save is alive, or ended in good order. Both are called without the lock.
-    ``failures`` are failures that joint saves could not publish.
+    ``is_shutting_down`` returns whether a save must shorten its waits; it is called without the
+    lock. ``failures`` are failures that joint saves could not publish.
     """
 
     def __init__(
@@ -72,7 +71,6 @@ class Saves:
         *,
         options: Callable[[], AgentOptions],
         is_shutting_down: Callable[[Save], bool],
-        is_live: Callable[[Save], bool],
         failures: PendingFailures,
     ) -> None:
         self._folder = folder
@@ -80,7 +78,6 @@ class Saves:
         self._changed = changed
         self._options = options
         self._is_shutting_down = is_shutting_down
-        self._is_live = is_live
         self._unpublished = failures
         self._orphans: set[Save] = set()
         self._remote_failures: dict[Save, Failure] = {}
@@ -294,12 +291,12 @@ class Saves:
         if not snapshot.directory:
             raise CheckpointError("cannot persist the save: it has no directory")
         found = Destination.of(snapshot)
-        if (shared := found.shared) is not None:
+        shared, parent = found.shared, found.directory.parent
+        if shared is not None:
             # One for all saves: each call to a directory that never answers leaves a thread.
             answers = self._answers.setdefault(str(shared), Answers(shared))
             answers.get(functools.partial(check_shared, shared, self._folder))
-        parent, may_recreate = found.directory.parent, self._is_live(save)
-        claim_directory(parent, self._folder, found.small_files, may_recreate=may_recreate)
+        claim_directory(parent, self._folder, found.small_files, is_local=shared is not None)
         return found
 
     def _persist(self, slots: list[SlotFile], destination: Destination) -> list[Difference]:

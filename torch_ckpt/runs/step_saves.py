@@ -150,8 +150,8 @@ class StepSaves:
 
         Raises CheckpointError if that fails: it would not be reported after the ranks have ended.
         """
-        newest = self._backend.write_newest()
-        if newest is None:
+        self.check_owner()
+        if (newest := self._backend.write_newest()) is None:
             return
         then = functools.partial(self._committed, newest[0], None)
         pending = self._pending = BackgroundSave(*newest, then)
