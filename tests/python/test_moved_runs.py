@@ -7,6 +7,7 @@ import errno
 import os
 import shutil
 import subprocess
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -63,20 +64,51 @@ def other(run: Path) -> Path:
     return run.with_name("other")
 
 
+def _contents(directory: Path) -> dict[str, int]:
+    return {os.fspath(path): path.stat().st_size for path in directory.rglob("*")}
+
+
+def _end_of_record(run: Run) -> None:
+    """Waits until the run has recorded all that it has done so far."""
+    log, is_written = run._log, threading.Event()
+    assert log is not None
+    log.put(lambda: is_written.set() or "")
+    assert is_written.wait(10)
+
+
 @pytest.mark.parametrize("lose", [_replace, _unmount])
 @pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("has_saved", [True, False])
 def test_a_run_saves_nothing_to_another_directory_at_its_path_and_removes_nothing(
-    run: Path, other: Path, options: str, lose: Callable[[Path], object]
+    run: Path, other: Path, options: str, lose: Callable[[Path], object], has_saved: bool
 ) -> None:
+    """Nor does it add to the record there."""
     going = Run(run, keep_last=1, **OPTIONS[options])
     _save(going, 40)
+    if not has_saved:
+        going.close()
+        going = Run(run, keep_last=1, **OPTIONS[options])
+        assert going.restore({"w": torch.zeros(9)}) == 40
+    _end_of_record(going)
     lose(run)
-    found = _steps(run)
+    found = _contents(run)
     for step in (50, 51):
         with pytest.raises(CheckpointError, match="not the directory of this run"):
             _save(going, step)
-    assert _steps(run) == found
     going.close()
+    assert _contents(run) == found
+
+
+def test_a_run_that_has_restored_creates_its_directory_again_and_says_so(
+    run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Run(run) as first:
+        _save(first, 40)
+    with Run(run) as going:
+        assert going.restore({"w": torch.zeros(9)}) == 40
+        _move_away(run)
+        _save(going, 50)
+    assert "is gone; this save creates it again" in caplog.text
 
 
 def _move_away(run: Path) -> None:
@@ -97,14 +129,25 @@ READS: dict[str, Callable[[Run], object]] = {
 @pytest.mark.parametrize("lose", [_replace, _unmount, _move_away])
 @pytest.mark.parametrize("options", [*OPTIONS, "local"])
 @pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("has_saved", [True, False])
 def test_a_run_reads_no_step_of_another_directory_at_its_path(
-    run: Path, other: Path, read: str, options: str, lose: Callable[[Path], object]
+    run: Path,
+    other: Path,
+    read: str,
+    options: str,
+    lose: Callable[[Path], object],
+    has_saved: bool,
 ) -> None:
     """It would continue from the values of another run, or start over without an error."""
     local = {"local": run.with_name("local")} if options == "local" else OPTIONS[options]
-    with Run(run, monitor="loss", **local) as going:
+    with contextlib.ExitStack() as stack:
+        going = stack.enter_context(Run(run, monitor="loss", **local))
         going.save(40, {"w": torch.full((9,), 40.0)}, metrics={"loss": 1.0})
         going.wait(promoted=True)
+        if not has_saved:
+            going.close()
+            going = stack.enter_context(Run(run, monitor="loss", **local))
+            assert going.restore({"w": torch.zeros(9)}) == 40
         lose(run)
         with pytest.raises(CheckpointError, match=NOT_HERE):
             READS[read](going)
@@ -133,6 +176,16 @@ def test_a_run_warns_once_if_an_old_copy_of_its_directory_is_at_its_path(
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert READS[read](going) == found
+
+
+def test_discard_after_warns_of_an_old_copy_as_well(run: Path) -> None:
+    with Run(run) as going:
+        _save(going, 1)
+        shutil.copytree(run, run.with_name("other"))
+        _save(going, 2)
+        _replace(run)
+        with pytest.warns(UserWarning, match="step 2, which this job saved, is not in .*/run any"):
+            assert going.discard_after(1) == []
 
 
 def test_a_run_warns_of_no_step_that_it_or_a_newer_job_has_removed(run: Path) -> None:

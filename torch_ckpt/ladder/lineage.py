@@ -166,6 +166,13 @@ class Lineage:
                 stacklevel=4,
             )
 
+    def is_here(self) -> bool:
+        """Returns whether :meth:`check_place` finds the directory."""
+        with contextlib.suppress(CheckpointError):
+            self._check_directory()
+            return True
+        return False
+
     def committed(self, step: int) -> None:
         """Records that a save of this process was committed."""
         self._committed = step

@@ -37,10 +37,12 @@ _CLOSE_S = 5.0
 class EventLog:
     """Appends to the record of a run. If storage fails, only events are lost.
 
-    ``directory`` is the directory of the run. A missing local directory is not created.
+    ``directory`` is the directory of the run. A missing local directory is not created. Events are
+    dropped while ``is_own`` returns ``False``: another directory is at its path.
     """
 
-    def __init__(self, directory: Location) -> None:
+    def __init__(self, directory: Location, is_own: Callable[[], bool] = lambda: True) -> None:
+        self._is_own = is_own
         self._file, self._older = directory / EVENTS, directory / OLDER_EVENTS
         self._directory = directory
         self._waiting: queue.Queue[Callable[[], str] | None] = queue.Queue(_MOST_WAITING)
@@ -127,7 +129,7 @@ class EventLog:
 
     def _append_to_file(self, lines: bytes) -> None:
         if self._file.local_path is not None:
-            if not self._directory.is_directory():
+            if not (self._directory.is_directory() and self._is_own()):
                 return
             if self._file.is_file() and self._file.nbytes() + len(lines) > _LOCAL_NBYTES:
                 self._file.rename(self._older)

@@ -199,7 +199,9 @@ class Run(Saver, StepLoads):
             )
             undo.callback(backend.leave)
             undo.callback(self._promotion.cancel)
-            self._log = EventLog(self._location) if record and self._group.is_coordinator else None
+            self._log = None
+            if record and self._group.is_coordinator:
+                self._log = EventLog(self._location, lambda: self._saves.lineage.is_here())
             rank = self._group.names[self._group.rank]
             self._recorder = Recorder(rank, self._log) if record else None
             self._saves = StepSaves(
