@@ -35,6 +35,7 @@ from typing import Any
 import changed
 import frozen
 import pytest
+import unsearched  # noqa: F401  # Until all tests are collected.
 
 # Before torch is imported: as in CI, and what copies to overlapping memory leave is defined.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
