@@ -1,8 +1,8 @@
 """Which cases run, and the fixtures that tests of one and of several processes share.
 
-A commit runs a subset, ``--full`` all. ``slow`` leaves a test to ``--full``. Of a test with four or
-more cases, a commit runs half, of each test another half. The marker ``thin(0.25)`` keeps a quarter
-of them instead, ``thin(n)`` as many as cover every combination of values of any n parameters, and
+A commit runs a subset, ``--full`` all. ``slow`` leaves a test to ``--full``. Of a test with several
+cases, a commit runs half, of each test another half. The marker ``thin(0.25)`` keeps a quarter of
+them instead, ``thin(n)`` as many as cover every combination of values of any n parameters, and
 ``thin("a", "b")`` those of these ids. ``thin(1.0)`` keeps all, where each case is a page or a file
 of the repository, or another fault. A test with a loop of its own takes the fixture ``full``.
 
@@ -35,6 +35,7 @@ from typing import Any
 import changed
 import frozen
 import pytest
+import unsearched  # noqa: F401  # Until all tests are collected.
 
 # Before torch is imported: as in CI, and what copies to overlapping memory leave is defined.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -129,7 +130,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def chosen(cases: list[Any]) -> Iterator[pytest.Item]:
     """The cases of a test that a commit runs."""
     marker = cases[0].get_closest_marker("thin")
-    wanted = marker.args if marker else (0.5 if len(cases) > 3 else 1.0,)
+    wanted = marker.args if marker else (0.5,)
     if isinstance(wanted[0], str):
         named = [case for case in cases if case.callspec.id in wanted]
         assert named or len(cases) == 1, f"no case of {cases[0].nodeid} has an id among {wanted}"

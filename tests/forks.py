@@ -18,8 +18,8 @@ import tempfile
 import threading
 import traceback
 import warnings
-from collections.abc import Callable
-from multiprocessing import connection, get_context, reduction
+from collections.abc import Callable, Iterator
+from multiprocessing import connection, forkserver, get_context, reduction
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,9 +27,12 @@ from unittest import mock
 
 import torch.distributed as dist
 
+from torch_ckpt.coordination import background
+
 TIMEOUT_S = 60
 # What DTensor, Megatron, DeepSpeed and the tests import when they are first used takes seconds.
 PRELOADED = [
+    "unsearched",
     "torch._dynamo",
     "torch._inductor.compile_fx",
     "torch.distributed.fsdp",
@@ -138,6 +141,22 @@ def _run_main(words: list[str]) -> None:
     sys.modules["__main__"] = main  # It stays, as in an interpreter.
     code = words[1] if is_code else Path(words[0]).read_text()
     exec(compile(code, words[0], "exec"), vars(main))
+
+
+@contextlib.contextmanager
+def forked_saves() -> Iterator[None]:
+    """Within a block, a rank has its process that saves forked by its own server, not spawned.
+
+    Importing torch would take seconds of CPU time.
+    """
+    own = forkserver._forkserver  # type: ignore[attr-defined]
+    assert own._forkserver_address, "only processes of the server know where it listens"
+    context = fork_context()
+    with (
+        mock.patch.object(own, "ensure_running"),
+        mock.patch.object(background.mp, "get_context", return_value=context),
+    ):
+        yield
 
 
 class Forks:

@@ -7,9 +7,9 @@ import gc
 
 
 def search_rarely() -> None:
-    gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
+    gc.enable()
 
 
 search_rarely()

@@ -226,7 +226,8 @@ def fail_and_go_on(path: Path, failing: str, full: bool) -> None:
 def fail_in_every_way(calls: Calls, failing: str, full: bool) -> None:
     """Lets each method raise each error on each rank, and calls each call after it.
 
-    Unless ``full``, a method raises one error on one rank, and the next method another on another.
+    Unless ``full``, every second method raises one error on one rank, and the next one another on
+    another; the next call has the others.
     """
     found: list[str] = []
     size, first = dist.get_world_size(), list(CALLS).index(failing)
@@ -234,7 +235,9 @@ def fail_in_every_way(calls: Calls, failing: str, full: bool) -> None:
     next_call = itertools.islice(itertools.cycle(CALLS), first, None)
     call, faults = CALLS[failing]
     for number, (owner, method) in enumerate(faults, first):
-        ranks = [0] if method in OF_FIRST_RANK else range(size) if full else [number % size]
+        if not full and number % 2:
+            continue
+        ranks = [0] if method in OF_FIRST_RANK else range(size) if full else [number // 2 % size]
         for rank in ranks:
             pairs = (
                 itertools.product(ERRORS, CALLS) if full else [(next(next_error), next(next_call))]

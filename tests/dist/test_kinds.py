@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from forks import forked_saves
 from ranks import Worlds
 from support.kinds import KINDS, REFUSED, WAYS, cell, table
 from support.placing import as_box
@@ -177,6 +178,8 @@ def failures(way: str, folder: Path) -> dict[str, str]:
         if way in BY_LOAD:
             check = functools.partial(saved_and_loaded, way, folder)
         else:
+            if way == "process":
+                stack.enter_context(forked_saves())
             check = stack.enter_context(saves_by(way, folder))
         for kind in KINDS:
             if cell(kind, way) == "-":

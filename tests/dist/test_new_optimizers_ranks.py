@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from ranks import on_ranks
 from states import assert_same
-from trained_nets import BEGUN_RATE, TRAINED_RATE, EvenNet, build, full_state, train
+from trained_nets import BEGUN_RATE, TRAINED_RATE, EvenNet, build, full_state, give_state
 
 import torch_ckpt
 
@@ -19,7 +19,7 @@ LAYOUTS = ["fsdp2", "hsdp", "tp", "fsdp2_tp", "plain"]
 def test_a_state_is_created_in_every_layout(path: Path) -> None:
     for before, after in zip(LAYOUTS, [*LAYOUTS[1:], LAYOUTS[0]], strict=True):
         net, optimizer = build(EvenNet, before, seed=0, rate=TRAINED_RATE)
-        train(net, optimizer)
+        give_state(net, optimizer)
         torch_ckpt.save({"net": net, "optim": optimizer}, checkpoint_id=path / before)
         saved = full_state(net, optimizer)
         net, optimizer = build(EvenNet, after, seed=1, rate=BEGUN_RATE)

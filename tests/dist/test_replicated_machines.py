@@ -159,7 +159,7 @@ def saved_steps(run: Path) -> list[str]:
     ],
 )
 def test_after_the_loss_of_one_machine_the_newest_step_is_restored_from_memory(
-    tmp_path: Path, memory: Path, lost: int, machines: list[int], dim: int
+    worlds: Worlds, tmp_path: Path, memory: Path, lost: int, machines: list[int], dim: int
 ) -> None:
     run = tmp_path / "run"
     with Ranks(RANKS) as world:
@@ -168,8 +168,7 @@ def test_after_the_loss_of_one_machine_the_newest_step_is_restored_from_memory(
             until_replicated(memory, run, step)
         world.kill()
     lose(memory, lost, run)
-    with Ranks(RANKS_PER_MACHINE * len(machines)) as world:
-        world.run(restore, run, memory, machines, 2, dim)
+    worlds.run(RANKS_PER_MACHINE * len(machines), restore, run, memory, machines, 2, dim)
     assert saved_steps(run) in ([], ["step-3"])  # The end of the run has written that.
 
 
@@ -220,18 +219,17 @@ def restore_with_a_refused_memory(run: Path, memory: Path) -> None:
 
 
 def test_if_the_memory_of_one_machine_is_refused_all_restore_from_the_others(
-    tmp_path: Path, memory: Path
+    worlds: Worlds, tmp_path: Path, memory: Path
 ) -> None:
     run = tmp_path / "run"
     with Ranks(RANKS) as world:
         save_and_replicate(world, run, memory)
         world.kill()
-    with Ranks(RANKS) as world:
-        world.run(restore_with_a_refused_memory, run, memory)
+    worlds.run(RANKS, restore_with_a_refused_memory, run, memory)
 
 
 def test_after_the_loss_of_two_buddies_the_newest_step_on_disk_is_restored(
-    tmp_path: Path, memory: Path
+    worlds: Worlds, tmp_path: Path, memory: Path
 ) -> None:
     run = tmp_path / "run"
     with Ranks(RANKS) as world:
@@ -239,12 +237,11 @@ def test_after_the_loss_of_two_buddies_the_newest_step_on_disk_is_restored(
         world.kill()
     for machine in (1, 2):
         lose(memory, machine, run)
-    with Ranks(RANKS) as world:
-        world.run(restore_from_disk, run, memory, 1, "")
+    worlds.run(RANKS, restore_from_disk, run, memory, 1, "")
 
 
 def test_a_replica_with_a_flipped_bit_is_refused_by_name_and_the_disk_serves(
-    tmp_path: Path, memory: Path, seed: int
+    worlds: Worlds, tmp_path: Path, memory: Path, seed: int
 ) -> None:
     run = tmp_path / "run"
     with Ranks(RANKS) as world:
@@ -260,9 +257,8 @@ def test_a_replica_with_a_flipped_bit_is_refused_by_name_and_the_disk_serves(
     ]
     end = used_nbytes(_native.Slot.open(path, False))
     flip(path, random.Random(seed).randrange(4096, end))
-    with Ranks(RANKS) as world:
-        expected = rf"step 2 is passed over in shared memory: .*cannot load replica .*{path.name}: "
-        world.run(restore_from_disk, run, memory, 1, expected)
+    expected = rf"step 2 is passed over in shared memory: .*cannot load replica .*{path.name}: "
+    worlds.run(RANKS, restore_from_disk, run, memory, 1, expected)
 
 
 def save_without_room(run: Path, memory: Path, columns: int) -> str:
@@ -448,7 +444,7 @@ def discard(run: Path, memory: Path) -> None:
 
 
 def test_steps_that_are_discarded_are_not_restored_from_replicas(
-    tmp_path: Path, memory: Path
+    worlds: Worlds, tmp_path: Path, memory: Path
 ) -> None:
     run = tmp_path / "run"
     with Ranks(RANKS) as world:
@@ -457,8 +453,7 @@ def test_steps_that_are_discarded_are_not_restored_from_replicas(
         assert 2 not in replicated_steps(memory, run, 0)
         world.kill()
     lose(memory, 1, run)
-    with Ranks(RANKS) as world:
-        world.run(restore_from_disk, run, memory, 1, "")
+    worlds.run(RANKS, restore_from_disk, run, memory, 1, "")
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """What any layout saved loads into every other, model and optimizer, bit for bit.
 
-Each layout is a real one, of a model with AdamW, over the first ranks of one world of eight
+Each layout is a real one, of a model with AdamW, over the first ranks of one world of eight,
+or of four if a run is not full
 (`matrix_layouts.py`); `matrix_states.py` has the right values. By one route ranks exchange reads;
 `TORCH_CKPT_TEST_EXCHANGE` in the environment is the option `exchange` of every `FastReader`.
 """
@@ -32,13 +33,18 @@ import torch_ckpt
 
 pytestmark = pytest.mark.timeout(300)
 
-FEW = ["fsdp_3", "hsdp_tp_2x2x2", "experts_4"]
-"""The layouts of a run that is not full, a prime number (`routes_of`)."""
+FEW = ["fsdp_3", "fsdp_tp_2x2", "experts_4"]
+"""The layouts of a run that is not full, a prime number (`routes_of`), of four ranks at most."""
 
 
 def layouts(full: bool) -> list[str]:
     """The layouts whose pairs are tested."""
     return list(LAYOUTS) if full else FEW
+
+
+def world(full: bool) -> int:
+    """The number of ranks that these layouts need."""
+    return WORLD if full else 4
 
 
 def routes_of(saved: str, loaded: str, full: bool) -> list[str]:
@@ -141,7 +147,7 @@ def checkpoints(
     """One checkpoint of each layout, in a folder for each way to save."""
     folder = tmp_path_factory.mktemp("checkpoints")
     full = bool(request.config.getoption("full"))
-    worlds.run(WORLD, save_layouts, folder, full, timeout_s=TIMEOUT_S)
+    worlds.run(world(full), save_layouts, folder, full, timeout_s=TIMEOUT_S)
     return folder
 
 
@@ -151,7 +157,9 @@ def test_what_a_layout_saved_loads_into_every_layout(
     worlds: Worlds, checkpoints: Path, saved: str, full: bool
 ) -> None:
     options = reader_options()
-    wrong = worlds.run(WORLD, load_row, saved, checkpoints, options, full, timeout_s=TIMEOUT_S)
+    wrong = worlds.run(
+        world(full), load_row, saved, checkpoints, options, full, timeout_s=TIMEOUT_S
+    )
     assert [each for rank in wrong for each in rank] == []
 
 
@@ -166,7 +174,8 @@ def test_checkpoints_of_all_layouts_have_the_same_names(
 
 
 @pytest.mark.parametrize("kind", ["one bit", "swapped shards"])
-def test_one_wrong_tensor_is_found(worlds: Worlds, tmp_path: Path, kind: str) -> None:
-    found = worlds.run(WORLD, load_damaged, kind, tmp_path, reader_options(), timeout_s=TIMEOUT_S)
+def test_one_wrong_tensor_is_found(worlds: Worlds, tmp_path: Path, kind: str, full: bool) -> None:
+    arguments = load_damaged, kind, tmp_path, reader_options()
+    found = worlds.run(world(full), *arguments, timeout_s=TIMEOUT_S)
     name = found[0][0]
     assert {each for _, wrong in found for each in wrong} == {name}

@@ -245,6 +245,8 @@ def test_fsdp_over_tensor_parallelism_loads_where_nothing_divides_the_sizes(
     worlds.run(saved_by[0] * saved_by[1], save_uneven, tmp_path, sizes, saved_by, timeout_s=240)
     one, other = (FastLoadPlanner,), (DefaultLoadPlanner,)
     for number, mesh in enumerate([saved_by, loaded_by]):
+        if mesh == saved_by and not full:  # As in the tests of layouts.
+            continue
         planners = [one + other] * 4 if full else ([one, other] * 3)[number : number + 4]
         ranks = mesh[0] * mesh[1]
         worlds.run(ranks, load_uneven, tmp_path, sizes, mesh, planners, timeout_s=240)

@@ -11,13 +11,16 @@ import sys
 import threading
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
+from forks import run_python
 from support.run_steps import state_of, steps_in
+from waits import until
 
 from torch_ckpt import FastReader, FastWriter, Run, load
 from torch_ckpt.cli.main import main
@@ -334,11 +337,11 @@ def test_a_leased_step_is_removed_only_after_the_lease(tmp_path: Path) -> None:
 
 
 LEASER = """
-import sys
+import os, sys, time
 from torch_ckpt import Run
 with Run(sys.argv[1]).lease(1):
-    print("leased", flush=True)
-    sys.stdin.read()
+    open(sys.argv[2], "w").write(str(os.getpid()))
+    time.sleep(50)
 """
 
 
@@ -346,16 +349,14 @@ def test_the_lease_of_another_process_protects_until_it_has_died_and_expired(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = save_all(Run(tmp_path, keep_last=1), {1: 1.0})
-    with subprocess.Popen(
-        [sys.executable, "-c", LEASER, tmp_path],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as leaser:
-        assert leaser.stdout is not None
-        assert leaser.stdout.readline() == "leased\n"
+    leased = tmp_path / "leased"
+    with ThreadPoolExecutor() as pool:
+        leaser = pool.submit(run_python, "-c", LEASER, tmp_path, leased, folder=tmp_path)
+        until(lambda: leaser.done() or (leased.exists() and leased.read_text()))
+        assert not leaser.done(), leaser.result()
         save_all(run, {2: 1.0})
-        leaser.send_signal(signal.SIGKILL)
+        os.kill(int(leased.read_text()), signal.SIGKILL)
+        assert leaser.result().returncode == -signal.SIGKILL
     with monkeypatch.context() as elsewhere:  # Another machine does not know that it has died.
         elsewhere.setattr(leases, "is_dead", lambda _: None)
         save_all(run, {3: 1.0})

@@ -173,7 +173,9 @@ def test_random_metadata_are_what_python_would_have_pickled(
     rng: random.Random, tmp_path: Path, full: bool
 ) -> None:
     used: set[str] = set()
-    for _ in range(60 if full else 30):
+    for number in range(60 if full else 30):
+        if number >= 10 and used == OPCODES and not full:
+            break
         metadata, files = Builder(rng).build()
         published, _ = commit_files(metadata, files, save_id=SAVE_ID)
         pickled = published[:-TRAILER_NBYTES]

@@ -21,7 +21,7 @@ from torch_ckpt.ladder.step_directories import StepDirectories
 pytestmark = pytest.mark.timeout(900)
 
 PARTS, HISTORIES = 40, 50  # A check without --full runs the beginning of the first part.
-BEGINNING = 10
+BEGINNING = 6
 MOST = 600  # Histories until a missing protection is noticed.
 
 

@@ -76,7 +76,7 @@ def test_an_agent_that_is_killed_at_any_moment_is_replaced_and_the_save_complete
 def test_a_machine_that_does_not_come_back_fails_the_save_and_removes_nothing_committed(
     tmp_path: Path, killer: Killer, machine: int, seed: int, full: bool
 ) -> None:
-    every = (0, 1) if full else (seed % 3, 3)
+    every = (0, 1) if full else (seed % 6, 6)
     for folder, machines in killed_at_each_moment(tmp_path, killer, machine, *every):
         other = machines[1 - machine]
         _save_until_lost(machines)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+from forks import run_python
+from waits import until
 
 from torch_ckpt import Run
 from torch_ckpt.filesystems.location import Location
@@ -91,7 +92,7 @@ def test_a_process_that_is_killed_at_any_moment_loses_no_step(tmp_path: Path, fu
 
 
 _TRAINING = """
-import sys, time, torch
+import os, sys, time, torch
 from torch_ckpt import Run
 folder = sys.argv[1]
 state = {"w": torch.zeros(1 << 22)}
@@ -100,7 +101,7 @@ with Run(f"{folder}/run", local=f"{folder}/local", promote_bytes_per_s=int(sys.a
         for step in range(1, 10_000):
             state["w"].fill_(step)
             if step == 3:
-                print("trains", flush=True)
+                open(f"{folder}/trains", "w").write(str(os.getpid()))
             time.sleep(0.01)
             run.should_save(step)
 """
@@ -113,25 +114,21 @@ with Run(f"{folder}/run", local=f"{folder}/local", promote_bytes_per_s=int(sys.a
 def test_a_signal_promotes_as_much_as_the_grace_allows(
     tmp_path: Path, rate: int, grace_s: float, promoted: bool
 ) -> None:
-    training = subprocess.Popen(
-        [sys.executable, "-c", _TRAINING, str(tmp_path), str(rate), str(grace_s)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert training.stdout is not None
-        assert training.stdout.readline() == "trains\n"
-        training.send_signal(signal.SIGTERM)
+    with ThreadPoolExecutor() as pool:
+        training = pool.submit(
+            run_python, "-c", _TRAINING, tmp_path, rate, grace_s, folder=tmp_path
+        )
+        trains = tmp_path / "trains"
+        until(lambda: training.done() or (trains.exists() and trains.read_text()))
+        assert not training.done(), training.result()
+        os.kill(int(trains.read_text()), signal.SIGTERM)
         begin = time.monotonic()
-        _, errors = training.communicate(timeout=60)
-    finally:
-        training.kill()
-    assert training.returncode == 143, errors
+        ended = training.result()
+    assert ended.returncode == 143, ended.stdout
     assert time.monotonic() - begin < grace_s + 20  # The machine may be busy.
     (step,) = committed_steps(Location(tmp_path / "local"))
     assert committed_steps(Location(tmp_path / "run")) == ([step] if promoted else [])
-    assert ("still being promoted" in errors) == (not promoted)
+    assert ("still being promoted" in ended.stdout) == (not promoted)
     with Run(tmp_path / "run", local=tmp_path / "local") as run:
         state = {"w": torch.zeros(1 << 22)}
         assert run.restore(state) == step

@@ -57,7 +57,7 @@ TIMEOUT_S = 60  # For a case.
 SHRINKING_S = 60
 PARTS = 7  # Tests of one process, and tests of ranks. A check without --full runs the first.
 FULL_S = 250  # Seconds of cases of one part in a full check.
-PART_S, PART_CASES = 8, 8  # In each check: as many cases, in so many seconds at most.
+PART_S, PART_CASES = 8, 4  # In each check: as many cases, in so many seconds at most.
 PART_TIMEOUT_S = FULL_S + 2 * TIMEOUT_S + SHRINKING_S
 EXPECTED = "expected.pt"
 
