@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import pty
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -261,9 +262,12 @@ def test_discard_after_removes_nothing_that_is_leased(run_with_steps: Path) -> N
     run = Run(run_with_steps)
     with (
         run.lease(500),
-        pytest.raises(CheckpointError, match=r"reads step 500 under a lease\. Nothing was removed"),
+        pytest.raises(
+            CheckpointError, match=r"reads step 500 under a lease\. Nothing was removed"
+        ) as raised,
     ):
         run.discard_after(300)
+    assert re.search("on this machine at once.* another one 300 s after", str(raised.value))
     assert steps_in(run_with_steps) == [300, 500, 700]
     assert run.discard_after(500) == [700]
 

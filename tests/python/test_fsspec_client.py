@@ -1,4 +1,4 @@
-"""A client of fsspec that fails in the middle of a write, or is killed there."""
+"""A client of fsspec: writes that fail or are killed in the middle, listings, error codes."""
 
 from __future__ import annotations
 
@@ -212,3 +212,21 @@ def test_the_warning_about_a_slow_client_appears_once(caplog: pytest.LogCaptureF
         with pytest.raises(StorageError), client._naming("read", "b/a"):
             raise TimeoutError(errno.ETIMEDOUT, "no answer")
     assert caplog.text.count("through fsspec, which is slow") == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "number"),
+    [
+        (PermissionError, errno.EACCES),
+        (TimeoutError, errno.ETIMEDOUT),
+        (ConnectionResetError, errno.ETIMEDOUT),
+        (ValueError, None),
+    ],
+)
+def test_an_error_without_a_code_has_that_of_its_class(
+    kind: type[Exception], number: int | None
+) -> None:
+    client = FsspecClient("memory")
+    with pytest.raises(StorageError) as raised, client._naming("read", "b/a"):
+        raise kind("no code")
+    assert raised.value.errno == number

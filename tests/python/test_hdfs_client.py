@@ -174,6 +174,27 @@ def test_only_a_checksum_is_damage(text: str, is_damaged: bool) -> None:
     assert is_damage(raised.value) == is_damaged
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        PermissionError("no code"),
+        RuntimeError('RPCError("org.apache.hadoop.security.AccessControlException", "denied")'),
+    ],
+    ids=["of a file", "of the NameNode"],
+)
+def test_a_refused_access_has_its_code_and_is_not_repeated(error: Exception) -> None:
+    client, calls = HdfsClient("hdfs"), 0
+
+    def refuse() -> None:
+        nonlocal calls
+        calls += 1
+        raise error
+
+    with pytest.raises(StorageError) as raised, client._naming("read", "a/b"):
+        client._patiently(refuse)
+    assert (raised.value.errno, calls) == (errno.EACCES, 1)
+
+
 UNANSWERED = """
 import sys, time
 import hdfs_native

@@ -86,6 +86,7 @@ class Fault:
         times: How many requests meet it at most; any number by default.
         seconds: Duration of "delay" and "stall".
         status: Of "status": 429 and 503 come with the S3 error SlowDown.
+        code: The S3 error of "status", in place of the usual one.
         at: Where in the answer's body, as a fraction of its length.
         when: Any other condition.
     """
@@ -98,6 +99,7 @@ class Fault:
     times: int | None = None
     seconds: float = 0.0
     status: int = 503
+    code: str = ""
     at: float = 0.5
     when: Callable[[Request], bool] = lambda request: True
     met: int = 0
@@ -332,7 +334,7 @@ class StoreProxy:
             for piece, is_content in asked.body(length_of(head)):
                 request.sent += len(piece) * is_content
             request.status = faults["status"].status
-            asked.socket.sendall(refusal(request.status))
+            asked.socket.sendall(refusal(request.status, faults["status"].code))
             return
         if "delay" in faults:
             time.sleep(faults["delay"].seconds)
@@ -449,9 +451,9 @@ def has_ended(connection: socket.socket) -> bool:
         return True
 
 
-def refusal(status: int) -> bytes:
+def refusal(status: int, code: str = "") -> bytes:
     """An answer of S3 that is an error."""
-    code = CODES.get(status, "InternalError")
+    code = code or CODES.get(status, "InternalError")
     body = (
         f"<Error><Code>{code}</Code><Message>By the proxy of the tests</Message></Error>".encode()
     )

@@ -41,7 +41,8 @@ def answered_within(timeout_s: float, read: Callable[[], T], activity: str, plac
     except RuntimeError:  # The system has no more threads.
         return read()
     # This wait logs nothing: the storage watch logs long calls of storage.
-    for pause_s in LongWait(lambda: "").rounds(timeout_s - min(GRACE_S, timeout_s / 10)):
+    waiting = LongWait(lambda: "")
+    for pause_s in waiting.rounds(timeout_s - min(GRACE_S, timeout_s / 10)):
         if futures.wait([future], pause_s).done:
             try:
                 return future.result(0)
@@ -49,7 +50,8 @@ def answered_within(timeout_s: float, read: Callable[[], T], activity: str, plac
                 del future  # The traceback of its error refers to this frame.
     # The interpreter must not end while native code of the thread runs.
     atexit.register(_join, thread, os.getpid())
-    raise StorageError(f"{activity}: {place} has not answered for {timeout_s:g} s", errno.ETIMEDOUT)
+    waited = f"has not answered for {waiting.waited_s:.1f} s"
+    raise StorageError(f"{activity}: {place} {waited}", errno.ETIMEDOUT)
 
 
 def _join(thread: threading.Thread, pid: int) -> None:

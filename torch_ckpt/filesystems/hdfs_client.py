@@ -376,7 +376,7 @@ def _cause(error: Exception) -> tuple[int | None, str]:
     if found := _REMOTE.search(text):
         reason = found[2].encode().decode("unicode_escape", "replace")
         text = f"{found[1]}: {(reason.strip().splitlines() or [''])[0]}"
-    if _DENIED.search(text):
+    if isinstance(error, PermissionError) or _DENIED.search(text):
         return errno.EACCES, text
     if _SETTING.match(text):
         return errno.EINVAL, text

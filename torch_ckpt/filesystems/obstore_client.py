@@ -79,6 +79,7 @@ _CREDENTIALS = {
     "AZURE_": "AZURE_STORAGE_ACCOUNT_KEY",
 }
 _NO_BUCKET = re.compile("NoSuchBucket|BucketNotFound|ContainerNotFound")
+_BAD_REQUEST = re.compile("status code: 400")
 _NO_RANGE = re.compile("status code: 416")
 _NOT_IMPLEMENTED = re.compile("status code: 501")
 _CONDITION_ERRORS = (exceptions.AlreadyExistsError, exceptions.PreconditionError)
@@ -130,9 +131,19 @@ class ObstoreClient(StoreClient):
                 except exceptions.GenericError as error:
                     if not _NO_RANGE.search(str(error)):  # The object is empty.
                         raise
-            meta = self._repeated(lambda: obstore.head(store, key))
+            meta = self._head(store, key)
             end = min(start_nbytes, meta["size"])
             return *_facts(meta), self.get(path, 0, end) if end else b""
+
+    def _head(self, store: Any, key: str) -> Any:
+        """Returns the facts of an object. A request for a byte finds out why HEAD is refused."""
+        try:
+            return self._repeated(lambda: obstore.head(store, key))
+        except exceptions.GenericError as error:
+            if not _BAD_REQUEST.search(str(error)):
+                raise
+            options: Any = {"range": (0, 1)}
+            return self._repeated(lambda: obstore.get(store, key, options=options)).meta
 
     def get(self, path: str, offset: int, nbytes: int) -> Buffer:
         store, key = self._locate(path)
@@ -365,10 +376,15 @@ class ObstoreClient(StoreClient):
 
     @contextlib.contextmanager
     def _naming(self, what: str, path: str) -> Iterator[None]:
-        """As the base class, also for a bug in the library, or unusual settings."""
+        """As the base class, also for a lost bucket, a bug in the library, or unusual settings."""
         try:
             with super()._naming(what, path):
-                yield
+                try:
+                    yield
+                except FileNotFoundError as error:
+                    if not _NO_BUCKET.search(str(error)):
+                        raise
+                    raise self._failure(f"cannot {what} {self._url(path)}", error) from None
         except BaseException as error:
             if type(error).__name__ != "PanicException":
                 raise
@@ -379,12 +395,14 @@ class ObstoreClient(StoreClient):
 
     def _failure(self, attempt: str, error: Exception) -> CheckpointError:
         message = without_secrets(str(error).partition("Debug source")[0]).strip()
-        hint = ""
-        if isinstance(error, exceptions.GenericError) and _NO_CREDENTIALS.search(message):
+        hint, number = "", _errno_of(error, message)
+        if number == errno.ENODEV:
+            hint = "there is no such bucket; "
+        elif isinstance(error, exceptions.GenericError) and _NO_CREDENTIALS.search(message):
             hint = f"no credentials in {_CREDENTIALS[_prefix(self._scheme)]}; "
         elif "builder error" in message and "http://" in message:
             hint = f"for an endpoint of http://, set {_prefix(self._scheme)}ALLOW_HTTP=true; "
-        return StorageError(f"{attempt}: {hint}{message}", _errno_of(error, message))
+        return StorageError(f"{attempt}: {hint}{message}", number)
 
     def _repeated(self, request: Callable[[], _Answer]) -> _Answer:
         retries = self._options.get("retry_config") or {}
@@ -448,15 +466,18 @@ def _repeated(
 def _errno_of(error: Exception, message: str) -> int | None:
     """Returns the error code for an error of the library, which states whether it is retriable.
 
-    Returns ``None`` if the store refuses the request for another reason than credentials.
+    Returns ``None`` if the store refuses the request for another reason than credentials or the
+    bucket. The library has exceptions for statuses 401, 403 and 404, but not in a listing.
     """
     denied = exceptions.PermissionDeniedError | exceptions.UnauthenticatedError
     if isinstance(error, denied) or _NO_CREDENTIALS.search(message):
         return errno.EACCES
     found = _STATUS.search(message)
     status = int(found[1]) if found else 0
-    if status == 400 and _DENIED.search(message):
+    if status in (401, 403) or (status == 400 and _DENIED.search(message)):
         return errno.EACCES
+    if status == 404 and _NO_BUCKET.search(message):
+        return errno.ENODEV
     if 400 <= status < 500 and status not in (408, 409, 425, 429):
         return None
     is_answerable = isinstance(error, exceptions.GenericError) and "builder error" not in message

@@ -155,5 +155,9 @@ class StoreClient:
         number = getattr(error, "errno", None)
         if number == errno.EIO:  # Libraries use it for any failure. Here it means a bad sector.
             number = None
+        if isinstance(error, PermissionError):
+            number = errno.EACCES
+        elif isinstance(error, TimeoutError | ConnectionError):
+            number = errno.ETIMEDOUT
         text = without_secrets(str(error))
         return StorageError(f"{attempt}: {type(error).__name__}: {text}", number)

@@ -44,7 +44,10 @@ __all__ = [
 # A new lease waits while this many steps are renamed.
 _HIDDEN_AT_A_TIME = 64
 
-_AGAIN = "Try again when it has ended; a lease ends 300 s after the death of its process"
+_AGAIN = (
+    "Try again when it has ended. After the death of its process, a lease ends on this machine at "
+    "once, and on another one 300 s after it was last renewed"
+)
 
 
 @dataclass

@@ -46,9 +46,10 @@ class Ending:
 
         The last completed step is the one passed to the last call of :meth:`should_save` or
         :meth:`save`. Nothing is saved if this step is already saved, if a save or load raised the
-        error, or if an optimizer of this process has begun another step, since the parameters may
-        then be partly updated. State that changes before the optimizer runs (random states, data
-        position, running means) is saved as it is when the block raises.
+        error, or if an optimizer of torch in this process has begun another step, since the
+        parameters may then be partly updated. Other changes are not noticed: tensors that the
+        program changes without an optimizer, random states, the data position and running means
+        are saved as they are when the block raises.
 
         All ranks must raise, as they do when a collective of training fails. If another rank does
         not raise within ``timeout_s``, nothing is saved. The exception of the block is always
