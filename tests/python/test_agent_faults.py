@@ -224,7 +224,7 @@ def test_an_agent_that_does_not_know_failures_of_other_machines_completes_a_save
     monkeypatch.setattr(agent._failed, "received", lambda _: ("StorageError", "machine 1", 5))
     alone = agent.member
     agent.member = replace(alone, node_count=2)
-    staged = StagedSave(alone.header(0, 1, persist=True), Location(run / "1"))
+    staged = StagedSave(alone.header(0, 1, persist=True), Location(run / "1"), run / "no slot")
     waiting_rank = submitted(ThreadPoolExecutor(1), agent.persist, staged, future=OwnFuture())
     assert has_failed.wait(SOON_S)
     agent.member = alone

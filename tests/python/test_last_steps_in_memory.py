@@ -92,7 +92,9 @@ def test_a_step_that_is_lost_with_its_memory_fails_one_restore(run: Path) -> Non
     last = in_memory_alone(run)
     kill_agent(run)
     shutil.rmtree(folder_of(run_of(run)))
-    with pytest.raises(CheckpointError, match="step 2 is lost: its memory was removed"):
+    with pytest.raises(
+        CheckpointError, match=r"step 2 is not on disk, and its memory was removed$"
+    ):
         last.restore(state_of(0))
     assert_restores(last, 1)
     last.close()

@@ -199,7 +199,7 @@ def test_a_crash_between_the_steps_of_the_first_save_loses_and_offers_nothing_wr
         exist_ok=True
     )  # The agent makes the directory, then writes the id, then the mark, then the step.
     assert restored(run) == 1
-    claim_directory(Location(run), folder)
+    claim_directory(Location(run) / "step-1", folder)
     assert marks(run)[1] == RunId(new.id, True)
     set_id(folder, new)  # As if the agent had died before the mark.
     assert restored(run) == 1

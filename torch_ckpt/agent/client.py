@@ -169,15 +169,13 @@ class AgentClient:
         self._contact = contact or _Contact()
         self.member, self._pid = member, os.getpid()
         self._local, self._shares_local = local, shares_local
-        self._timeout_s = timeout_s
+        self._options, self._timeout_s = options, timeout_s
         self._run = os.fspath(run)  # Resolved by the caller, once: its storage may hang later.
         self._is_first, self._may_start = is_first, may_start
-        self._options = options
         self.folder = (open_folder if may_start else folder_of)(member.run)
-        self._is_unanswered = False  # Whether this client's last request had no answer.
+        self._crashes, self._is_unanswered = 0, False  # Whether the last request had no answer.
         self._child: subprocess.Popen[bytes] | None = None
         self._errors: IO[bytes] | None = None  # Where the child writes the error that ends it.
-        self._crashes = 0
         self.name = "the agent of this machine"
         """Name of the agent in messages, with its process once that is known."""
         self._connection: socket.socket | None = None
@@ -232,6 +230,12 @@ class AgentClient:
         and StorageError if the agent does not answer.
         """
         self.request(Kind.PERSIST, math.inf, sequence=sequence, has_filled=has_filled)
+
+    def has_ended(self, timeout_s: float) -> bool:
+        """Waits until the agent of this connection ends; returns whether it has in time."""
+        waiting = self._waiting(lambda: f"{self.name} to write what it has mapped")
+        connection, pauses = self._connection, waiting.rounds(timeout_s)
+        return connection is None or any(has_arrived(connection, each) for each in pauses)
 
     def detach(self, *, drop: bool) -> None:
         """Reports the orderly end of this rank, and closes the connection.

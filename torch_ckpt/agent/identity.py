@@ -233,38 +233,37 @@ def check_reaches(url: str, run_id: RunId) -> None:
 
 
 def claim_directory(
-    directory: Location,
+    target: Location,
     folder: Path,
     small_files: Mapping[str, bytes] | None = None,
     *,
-    is_local: bool = False,
+    may_be_empty: bool = False,
 ) -> None:
-    """Checks that a directory belongs to the run in memory, and writes the id if it is new.
+    """Checks that a step's directory belongs to the run in memory; writes the id if it has none.
 
-    Does nothing if the memory (``folder``) has no id: a :class:`SnapshotAgent` without a ``Run``
-    writes none. Raises CheckpointError if the directory belongs to another run, or if the id was
-    written before and the directory has neither the id nor a term of the job that saved the step,
-    which the ``small_files`` name: it may have been moved or unmounted. Ranks that create the
-    directory again write a term there. A local directory may be empty.
+    The directory that contains the step has the id of the run, or a term of the job that saved the
+    step, which the ``small_files`` name, or it ``may_be_empty``. Otherwise it may have been moved
+    or unmounted, and CheckpointError is raised, as for a directory of another run. A link may lead
+    to a ``target`` elsewhere, which then exists. A :class:`SnapshotAgent` without a ``Run`` writes
+    no terms: if its directory is gone, it is created again. The id in memory (``folder``) is gone
+    if others have removed that.
     """
-    own = id_in_memory(folder)
-    if own is None:
+    own, job, directory = id_in_memory(folder), job_in(small_files), target.parent
+    if own is None and not job:
         return
     found = id_in_directory(directory)
-    if found is None:
-        may_be_empty, job = is_local or not own.is_written, job_in(small_files)
-        if job:
-            check_directory(directory, term_in(small_files), job, may_be_empty=may_be_empty)
-        elif not may_be_empty:
-            raise CheckpointError(
-                f"cannot write to {directory}: it {NO_ID}, and this run has the id {own.id}"
-            )
-        write_id(directory, own.id)
-    elif found != own.id:
+    if own is not None and found not in (None, own.id):
         raise CheckpointError(
             f"cannot write to {directory}: it belongs to another run now. Its run-id is {found}, "
             f"and that of this run is {own.id}"
         )
+    if job and (own is None or found is None):
+        may_be_empty = may_be_empty or target.is_directory()
+        check_directory(directory, term_in(small_files), job, may_be_empty=may_be_empty)
+    if own is None:
+        return
+    if found is None:
+        write_id(directory, own.id)
     if not own.is_written:
         with contextlib.suppress(StorageError):  # The tmpfs is full. The next save tries again.
             set_id(folder, RunId(own.id, True))

@@ -291,12 +291,12 @@ class Saves:
         if not snapshot.directory:
             raise CheckpointError("cannot persist the save: it has no directory")
         found = Destination.of(snapshot)
-        shared, parent = found.shared, found.directory.parent
-        if shared is not None:
+        if (shared := found.shared) is not None:
             # One for all saves: each call to a directory that never answers leaves a thread.
             answers = self._answers.setdefault(str(shared), Answers(shared))
             answers.get(functools.partial(check_shared, shared, self._folder))
-        claim_directory(parent, self._folder, found.small_files, is_local=shared is not None)
+        is_apart = shared is not None  # Each machine has its own local directory.
+        claim_directory(found.directory, self._folder, found.small_files, may_be_empty=is_apart)
         return found
 
     def _persist(self, slots: list[SlotFile], destination: Destination) -> list[Difference]:

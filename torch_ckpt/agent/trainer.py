@@ -58,10 +58,11 @@ _LOG = logging.getLogger("torch_ckpt")
 
 @dataclass(frozen=True)
 class StagedSave:
-    """A save whose slot this rank has filled, and the directory of the future checkpoint."""
+    """A save whose ``slot`` this rank has filled, and the directory of the future checkpoint."""
 
     header: _native.SlotHeader
     directory: Location
+    slot: Path
 
 
 class SnapshotAgent:
@@ -97,6 +98,7 @@ class SnapshotAgent:
         waited: Number of saves that waited for a slot.
         skipped: Number of saves skipped because of ``on_busy="skip"``.
         refused: Number of saves that raised an error because of ``on_busy="error"``.
+        in_memory: The last save, unless its write was requested.
 
     Raises:
         CheckpointError: The agent cannot be started, another live process uses this rank of the
@@ -147,7 +149,7 @@ class SnapshotAgent:
                 warn_of_former(self._client.folder, member.run, member.run_id, run)
             undo.pop_all()
         self._newest: Path | None = None  # Slot of the last save, if it was staged.
-        self._in_memory: StagedSave | None = None  # The last save, unless its write was requested.
+        self.in_memory: StagedSave | None = None
         self._former: StagedSave | None = None  # The same before the save that was staged last.
         self._slots = OwnSlots(
             self._client, self._stages, self._replication, options.check_replicas, timeout_s
@@ -232,7 +234,7 @@ class SnapshotAgent:
         with using, gc_paused():
             header = self.member.header(self._slots.sequence, step, persist=persist)
             self._slots.sequence += 1
-            self._newest, self._former = None, self._in_memory
+            self._newest, self._former = None, self.in_memory
             try:
                 wait_s = self.timeout_s if self.on_busy == "wait" else 0.0
                 filled = self._slots.fill(header, list_items, wait_s, sync=sync)
@@ -256,13 +258,13 @@ class SnapshotAgent:
             self.waited += has_waited
             path = os.fspath(newest)
             self._client.request(Kind.FILLED, path=path, sequence=header.sequence)
-            return StagedSave(header, target.directory)
+            return StagedSave(header, target.directory, newest)
 
     def withdraw(self) -> None:
         """Discards the save that was staged last. The save before it may be the last one again."""
         if self._newest is not None and os.getpid() == self._pid:  # A forked child has no slots.
             self._slots.discard(self._newest)
-            self._in_memory = self._former
+            self.in_memory = self._former
             self.forget(lambda _: False)
 
     def forget(self, is_discarded: Callable[[int], bool]) -> None:
@@ -271,8 +273,8 @@ class SnapshotAgent:
         All ranks call this method, and no rank saves again before all have.
         """
         self._newest = None
-        if self._in_memory is not None and is_discarded(self._in_memory.header.step):
-            self._in_memory = None
+        if self.in_memory is not None and is_discarded(self.in_memory.header.step):
+            self.in_memory = None
         self._slots.share.reset()
 
     def persist(self, staged: StagedSave) -> None:
@@ -347,19 +349,19 @@ class SnapshotAgent:
                 return None
             if persist:
                 return self._written(staged, phases)
-            self._in_memory = staged
+            self.in_memory = staged
         (future := Future[None]()).set_result(None)
         return future
 
     def write_newest(self) -> tuple[int, Future[None]] | None:
         """Writes the last save, if it is in memory only; returns its step and a future, or None."""
-        if (staged := self._in_memory) is None or self._has_left or os.getpid() != self._pid:
+        if (staged := self.in_memory) is None or self._has_left or os.getpid() != self._pid:
             return None
         return staged.header.step, self._written(staged, Phases("staging"))
 
     def _written(self, staged: StagedSave, phases: Phases) -> Future[None]:
         phases.begin("persisting")
-        client, self._in_memory = self._client, None
+        client, self.in_memory = self._client, None
         outcome = BackgroundFuture[None](
             f"step {staged.header.step} was not saved",
             lambda: f"{client.name} to commit {staged.directory}",
@@ -406,17 +408,18 @@ class SnapshotAgent:
     def slot_report(self) -> SlotReport:
         """Returns the slots in memory on the first rank of this machine; nothing on others.
 
-        If the shared memory was removed, first waits until the agent has written the last save that
-        was there alone. Raises StorageError if it cannot.
+        If its last slot was removed, first waits for the agent, which has it mapped, writes it, and
+        ends. Raises StorageError if the step is not on disk then: an older one would hide it.
         """
-        if (staged := self._in_memory) and not self.has_in_memory(staged.header.step):
-            self._in_memory = None
-            try:  # This connection leads to the agent that still has the memory mapped.
-                self._client.persist(staged.header.sequence, True)
-            except CheckpointError as error:
-                if not has_checkpoint(staged.directory):
-                    lost = f"step {staged.header.step} is lost: its memory was removed, and {error}"
-                    raise StorageError(lost) from error
+        if (staged := self.in_memory) is not None and not staged.slot.exists():
+            knows = not (self.folder / "agent.socket").exists()
+            has_ended = self._client.has_ended(0.9 * self.timeout_s if knows else 0.0)
+            is_written = has_checkpoint(staged.directory)
+            self.in_memory = None if is_written or has_ended else staged
+            if not is_written:
+                later = "" if has_ended else "; its agent may still write it"
+                what = f"step {staged.header.step} is not on disk, and its memory was removed"
+                raise StorageError(f"{what}{later}")
         return self._memory.slot_report()
 
     def close(self, *, drop: bool = False) -> None:
@@ -435,7 +438,6 @@ class SnapshotAgent:
         newest = None if drop else self.write_newest()
         atexit.unregister(self._at_exit)
         self._waiting.shutdown()
-        self._in_memory = None
         self._client.detach(drop=drop)
         self._slots.unmap()
         if newest is not None:
@@ -451,7 +453,7 @@ class SnapshotAgent:
         # After an exception, the snapshots remain for the next process.
         if getattr(sys, "last_type", None) is not None or os.getpid() != self._pid:
             return
-        if (staged := self._in_memory) is not None:  # Its failure would not be reported later.
+        if (staged := self.in_memory) is not None:  # Its failure would not be reported later.
             outcome = BackgroundFuture[None](f"step {staged.header.step} was not saved")
             try:
                 self.persist(staged)

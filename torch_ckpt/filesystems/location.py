@@ -320,7 +320,7 @@ class Location:
         return stat and (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
 
     def mount(self) -> int | None:
-        """Returns the number of the mount of a directory on disk; ``None`` if it is missing.
+        """Returns the number of the mount of a directory on disk; ``None`` if it cannot be opened.
 
         A directory that is mounted at a second place has another number there. Without ``/proc``,
         both have that of the file system.

@@ -51,13 +51,14 @@ class Lineage:
         self._is_alone = len(disks) == 1  # Whether steps are saved to the run's directory itself.
         self._is_on_disk = self._run.local_path is not None
         may_create = self._is_alone and self._is_on_disk
-        here, *above = _mounts_at(self._run) if may_create else [0]
+        here, *above = (may_create and _mounts_at(self._run)) or [0]
         self._above = set(above) - {here}  # It is not below them while its own is mounted.
         self._job = secrets.token_hex(8)  # Stored in the files of its terms.
         self._term: Term | None = None  # From the first save on.
         self._saved: float = 0  # The newest step that was saved in that term.
         self._committed: int | None = None  # The last step that this process committed.
         self._seen: Term | None = None  # The newest term when this process restored.
+        self._place = Term()  # A term that the directory has: the own one, or the newest one found.
         self._restored: dict[int, int] = {}  # Steps that were restored since, with their terms.
         self._at: int | None = None  # The step that this process continues.
         self._root: int | None = None  # The step at which the branch begins.
@@ -76,6 +77,7 @@ class Lineage:
         """
         after = max(filter(None, (disk.newest_after(step) for disk in self._disks)), default=None)
         self._restored[step], self._seen = term, newest
+        self._place = self._term or newest
         self._at = step
         self._take_root_of(step)
         self._has_warned, self._passed_over = False, None
@@ -102,13 +104,13 @@ class Lineage:
         if is_gone and not self._is_alone:
             raise self._gone()
         if is_gone:
-            if _mounts_at(self._run)[0] in self._above:
+            if self._above.intersection(_mounts_at(self._run)[:1]):
                 raise other_directory(self._run, "it is gone, and its parent is on another mount")
-            if self._known.job:
+            if self._place.job:
                 _LOG.warning("%s is gone; this save creates it again", self._run)
         if takes_term or is_gone:
             self._saved = math.inf  # Even if this fails, the file of the term may exist.
-            self._term = self._next_term(step)
+            self._term = self._place = self._next_term(step)
             self._restored.clear()
         else:
             self.check_here()
@@ -130,21 +132,16 @@ class Lineage:
 
     def adopt(self, term: int, lineage: Mapping[int, int]) -> None:
         """Continues in the term of the coordinator. Called on the other ranks."""
-        self._term = Term(term, lineage)
-
-    @property
-    def _known(self) -> Term:
-        """The term that identifies the directory: of this process, or what its restore found."""
-        return self._term or self._seen or Term()
+        self._term = self._place = Term(term, lineage)  # Without a job: only one rank checks it.
 
     def check(self) -> None:
         """Raises SupersededError if another job has taken a later term than this process.
 
         On the coordinator, whose term has an id of the job, raises CheckpointError if the path
-        leads to another directory now. A URL does not.
+        leads to another directory now, also if this process has only restored. A URL does not.
         """
+        self._check_directory(may_be_gone=True)
         if self._term is not None:
-            self._check_directory(may_be_gone=True)
             check_term(self._run, self._term.number)
 
     def check_place(self) -> None:
@@ -154,6 +151,8 @@ class Lineage:
         Warns once if the last step that this job committed is not there: perhaps an old copy is.
         """
         self._check_directory()
+        if self._term is None and self._place.job:
+            self._place = newest_term(self._run)  # Files of former terms are removed.
         step, term = self._committed, self.term
         if step is None or not term.job or any(has_checkpoint(d.path(step)) for d in self._disks):
             return
@@ -187,10 +186,11 @@ class Lineage:
         self.check_since_restore()
 
     def _check_directory(self, *, may_be_gone: bool = False) -> None:
-        if not self._known.job or not self._is_on_disk:
+        place = self._place  # Threads read it.
+        if not place.job or not self._is_on_disk:
             return
         if not self._is_gone():
-            check_directory(self._run, self._known.number, self._known.job)
+            check_directory(self._run, place.number, place.job)
         elif not may_be_gone:
             raise self._gone()
 
@@ -201,10 +201,9 @@ class Lineage:
         )
 
     def check_since_restore(self) -> None:
-        """Raises as :meth:`check`, also for a process that has restored and not saved since."""
+        """Raises as :meth:`check`, also if another job took a term since this process restored."""
         self.check()
         if self._term is None and self._seen is not None:
-            self._check_directory(may_be_gone=True)
             newest = newest_term(self._run)
             if newest.number > self._seen.number and newest.job != self._job:
                 raise superseded(self._run, newest)

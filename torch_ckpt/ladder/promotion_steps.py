@@ -248,8 +248,15 @@ class PromotionSteps:
             each.is_in_run = each.is_in_run and step in steps
 
     def forget(self, local: Collection[int], in_run: Collection[int]) -> None:
-        """Drops the steps that no longer exist in either directory, after a removal in both."""
+        """Drops the steps that no longer exist in either directory, after a removal in both.
+
+        Promoted steps that the run no longer has may have to be promoted again: newer ones, which
+        displaced them there, are gone.
+        """
         self.remain_in_run(in_run)
+        for step in local:
+            if not self._of(step).is_in_run:
+                self.lost_in_run(step, is_other=False)
         there = {*local, *in_run}
         self._steps = {each: found for each, found in self._steps.items() if each in there}
         self._unreported.intersection_update(there)

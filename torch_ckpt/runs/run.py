@@ -201,7 +201,7 @@ class Run(Saver, StepLoads):
             undo.callback(self._promotion.cancel)
             self._log = None
             if record and self._group.is_coordinator:
-                self._log = EventLog(self._location, lambda: self._saves.lineage.is_here())
+                self._log = EventLog(self._location, lineage.is_here)
             rank = self._group.names[self._group.rank]
             self._recorder = Recorder(rank, self._log) if record else None
             self._saves = StepSaves(

@@ -150,11 +150,12 @@ class StepSaves:
 
         Raises CheckpointError if that fails: it would not be reported after the ranks have ended.
         """
-        self.check_owner()
+        if self._backend.has_newest():
+            self.check_owner()  # Which writes the id into a local directory that was emptied.
         if (newest := self._backend.write_newest()) is None:
             return
-        then = functools.partial(self._committed, newest[0], None)
-        pending = self._pending = BackgroundSave(*newest, then)
+        pending = BackgroundSave(*newest, functools.partial(self._committed, newest[0], None))
+        self._pending = pending
         try:
             self.settle()
         except CheckpointError as error:
@@ -166,12 +167,10 @@ class StepSaves:
     @contextlib.contextmanager
     def _bar(self, step: int) -> Iterator[None]:
         """Shows the progress of the background save on the first rank, during a wait for it."""
-        if not self._group.is_coordinator:
-            yield
-            return
         written = self._writer.written_nbytes
         total, done = (lambda: written()[1]), (lambda: written()[0])
-        with progress_bar("saving", self._disk.path(step), total, done):
+        bar = progress_bar("saving", self._disk.path(step), total, done)
+        with bar if self._group.is_coordinator else contextlib.nullcontext():
             yield
 
     def begin(

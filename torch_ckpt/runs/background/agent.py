@@ -144,6 +144,9 @@ class AgentBackend(ThreadBackend):
             return self._agent.copy(source, target, warned=self._warned, **options)
         return super().copy(source, target, **options)
 
+    def has_newest(self) -> bool:
+        return (self._agent.in_memory if self.can_stay_in_memory else self._last) is not None
+
     def write_newest(self) -> tuple[int, Future[Any]] | None:
         if self.can_stay_in_memory:
             return self._agent.write_newest()

@@ -55,6 +55,10 @@ class ThreadBackend:
         """Returns a copy of a checkpoint, whose files this process sends."""
         return CheckpointCopy(source, target, **options)
 
+    def has_newest(self) -> bool:
+        """Returns whether :meth:`write_newest` has something to write."""
+        return False
+
     def write_newest(self) -> tuple[int, Future[Any]] | None:
         """Begins to write the last step, if it is in memory only; returns its number and future."""
         return None
