@@ -15,7 +15,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from command import run_command
-from support.agents import kill_agent
+from support.agents import agent_pid, kill_agent
 from waits import until
 
 from torch_ckpt import Run
@@ -97,6 +97,39 @@ def test_a_step_that_is_lost_with_its_memory_fails_one_restore(run: Path) -> Non
     ):
         last.restore(state_of(0))
     assert_restores(last, 1)
+    last.close()
+
+
+def test_an_agent_whose_memory_was_removed_writes_to_no_other_directory(run: Path) -> None:
+    """The id of the run went with the memory."""
+    with Run(run.with_name("other")) as other:
+        other.save(2, state_of(20))
+    last = in_memory_alone(run)
+    run.rename(run.with_name("moved"))
+    run.with_name("other").rename(run)
+    shutil.rmtree(folder_of(run_of(run)))
+    with pytest.raises(CheckpointError, match="not the directory of this run"):
+        last.restore(state_of(0))  # Once the agent has ended.
+    last.close()
+    with Run(run) as other:
+        state = state_of(0)
+        assert other.restore(state) == 2
+        assert torch.equal(state["w"], state_of(20)["w"])
+
+
+def test_a_frozen_agent_whose_memory_was_removed_hides_no_step(run: Path) -> None:
+    last = in_memory_alone(run, timeout_s=1)
+    agent = agent_pid(run)
+    os.kill(agent, signal.SIGSTOP)
+    try:
+        shutil.rmtree(folder_of(run_of(run)))
+        for _ in range(2):
+            with pytest.raises(CheckpointError, match="removed; its agent may still write it"):
+                last.restore(state_of(0))
+    finally:
+        os.kill(agent, signal.SIGCONT)
+    until(lambda: is_on_disk(run, 2))
+    assert_restores(last, 2)
     last.close()
 
 

@@ -178,6 +178,22 @@ def test_a_run_warns_once_if_an_old_copy_of_its_directory_is_at_its_path(
             assert READS[read](going) == found
 
 
+def test_an_evaluation_finds_its_run_after_many_jobs(run: Path) -> None:
+    """Their terms do not build on the one that it has seen, whose file is removed."""
+    with Run(run) as first:
+        _save(first, 1)
+    with Run(run) as second, Run(run) as evaluation:
+        assert second.restore({"w": torch.zeros(9)}) == 1
+        _save(second, 2)
+        assert evaluation.restore({"w": torch.zeros(9)}) == 2
+        second.discard_after(1)
+        for step in range(3, 27):
+            with Run(run) as job:
+                assert job.restore({"w": torch.zeros(9)}) == (1 if step == 3 else step - 1)
+                _save(job, step)
+            assert evaluation.latest_step() == step
+
+
 def test_discard_after_warns_of_an_old_copy_as_well(run: Path) -> None:
     with Run(run) as going:
         _save(going, 1)

@@ -412,6 +412,33 @@ def test_steps_are_discarded_in_both_directories(tmp_path: Path) -> None:
     assert torch.equal(state["w"], _state(12)["w"])
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("is_leased", [False, True])
+def test_a_step_that_newer_ones_had_displaced_in_the_run_is_promoted_again_once_they_are_discarded(
+    tmp_path: Path, mode: str, is_leased: bool
+) -> None:
+    """The directory of the run had removed it, and the local one had not."""
+    run, local = tmp_path / "run", tmp_path / "local"
+    keep = {"keep_last": 1, "keep_local": 1 if is_leased else 3}
+    with Run(run, local=local, **keep, **MODES[mode]) as training:
+        for step in (1, 2, 3):
+            training.save(step, _state(step))
+        training.wait(promoted=True)
+        with training.lease(3) if is_leased else contextlib.nullcontext():
+            for step in (4, 5):
+                training.save(step, _state(step))
+                training.wait(promoted=True)
+            assert 3 not in committed_steps(Location(run))
+            assert training.discard_after(3) == [5, 4]
+            training.wait(promoted=True)
+            assert committed_steps(Location(run)) == [3]
+    shutil.rmtree(local)
+    with Run(run, local=local) as training:
+        restored = _state(0)
+        assert training.restore(restored) == 3
+        assert torch.equal(restored["w"], _state(3)["w"])
+
+
 def test_a_failed_promotion_of_a_discarded_step_is_not_raised(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", local=tmp_path / "local", keep_local=3)
     run.save(1, _state(1))
