@@ -985,6 +985,25 @@ def test_a_save_in_the_background_from_which_a_newer_job_goes_on_is_committed(
     assert restored(Run(run)) == (10, 1)
 
 
+@pytest.mark.parametrize("restores", [True, False])
+def test_steps_that_were_discarded_are_not_on_the_lineage_of_a_higher_one(
+    run: Path, tmp_path: Path, restores: bool
+) -> None:
+    """Although the job had restored one of them."""
+    with Run(run, local=tmp_path / "one", keep_local=9) as first:
+        for step in (100, 200, 300):
+            save(first, step, 1)
+    with Run(run, local=tmp_path / "two") as second:
+        assert restored(second) == (300, 1)
+        second.discard_after(200)
+        if restores:
+            assert restored(second) == (200, 1)
+        save(second, 310, 2)
+    shutil.rmtree(run / "step-310")
+    with Run(run, local=tmp_path / "one") as third:
+        assert restored(third) == (200, 1)
+
+
 def test_steps_that_were_discarded_do_not_return_from_another_machine(
     run: Path, tmp_path: Path
 ) -> None:

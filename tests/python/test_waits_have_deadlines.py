@@ -301,6 +301,7 @@ TIMED = {
     "storage/exchange.py _Connection._wait_for_ready time.sleep": AWAITED,
     "storage/exchange.py _swapped work.wait": AWAITED,
     "commits/late_names.py wait_on_all time.sleep": SHORT,
+    "commits/terms.py take_term time.sleep": SHORT,
     "storage/exchange.py _delete_keys thread.join": "the load has ended; at most 10 s",
     "storage/host_load.py LoadFuture.result self._reads.exception": "OwnFuture logs",
     "storage/progress.py progress_bar.show ended.wait": NOBODY,

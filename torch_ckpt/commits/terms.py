@@ -25,6 +25,7 @@ import itertools
 import json
 import os
 import re
+import secrets
 import socket
 import time
 from collections.abc import Collection, Mapping
@@ -159,6 +160,7 @@ def take_term(
                 for place in places:
                     _remove_former(place)
                 return term
+            time.sleep(secrets.randbelow(20) / 1e3)  # Else jobs may hinder each other for long.
         raise StorageError(f"cannot begin a term in {run}: other jobs begin terms at the same time")
 
 

@@ -56,6 +56,7 @@ class Lineage:
         self._job = secrets.token_hex(8)  # Stored in the files of its terms.
         self._term: Term | None = None  # From the first save on.
         self._saved: float = 0  # The newest step that was saved in that term.
+        self._remaining = math.inf  # The newest step that the discards since that term have left.
         self._committed: int | None = None  # The last step that this process committed.
         self._seen: Term | None = None  # The newest term when this process restored.
         self._place = Term()  # A term that the directory has: the own one, or the newest one found.
@@ -88,7 +89,8 @@ class Lineage:
         if after > step:
             self._is_branch, self._root = True, step
             if not self._is_best(step):  # An evaluation restores the best step.
-                self._warn(f"was restored, but step {after} of", step, "the next save leaves it")
+                leaves = f"a save of a step below {after} leaves it"
+                self._warn(f"was restored, but step {after} of", step, leaves)
 
     def saving(self, step: int) -> dict[str, bytes]:
         """Returns the small file, by name, that records the term, job and branch of a step to save.
@@ -112,6 +114,7 @@ class Lineage:
             self._saved = math.inf  # Even if this fails, the file of the term may exist.
             self._term = self._place = self._next_term(step)
             self._restored.clear()
+            self._remaining = math.inf
         else:
             self.check_here()
         newest = self._disks[0].newest_after(step)  # A save does not wait for another storage.
@@ -238,6 +241,8 @@ class Lineage:
         """Records that the steps after this one were removed."""
         self._has_warned, self._passed_over = False, None
         self._saved = math.inf  # The steps may be in a place that cannot be reached now.
+        self._remaining = min(self._remaining, step)
+        self._restored = {each: term for each, term in self._restored.items() if each <= step}
         self._committed = None
         if self._at is not None and self._at >= step:
             self._take_root_of(self._at)
@@ -248,7 +253,7 @@ class Lineage:
         former = self._term or newest_term(self._run)
         at = max((each for each in self._restored if each <= step), default=None)
         if at is None:
-            lineage = former.before(step - 1, former.number)
+            lineage = former.before(int(min(step - 1, self._remaining)), former.number)
         else:  # Also that step itself: its new save may fail.
             term = self._restored[at]
             branch = term_at(self._run, term) or former  # It may be an abandoned branch.

@@ -331,7 +331,7 @@ class Run(Saver, StepLoads):
 
         Raises:
             CheckpointError: The background save failed; the message names its step. Or the
-                directory in which this run has saved is no longer at its path.
+                directory that this run has used is no longer at its path.
             RankTimeoutError: A rank was late, stuck or dead.
             StorageError: The directory cannot be read, or the metrics of a step there.
             ValueError: The run has no ``monitor``.

@@ -45,7 +45,7 @@ class StepLoads(Ending):
 
         Raises:
             CheckpointError: The background save failed; the message names its step. Or the
-                directory in which this run has saved is no longer at its path.
+                directory that this run has used is no longer at its path.
             CorruptionError: There are committed steps, but none that this run continues is whole.
                 Do not start training over.
             StorageError: The directory cannot be read.
@@ -68,7 +68,7 @@ class StepLoads(Ending):
 
         Raises:
             CheckpointError: The background save failed; the message names its step. Or the
-                directory in which this run has saved is no longer at its path.
+                directory that this run has used is no longer at its path.
             NotFoundError: There was no step at that time, or it was removed since.
             RankTimeoutError: A rank was late, stuck or dead.
             StorageError: The directory cannot be read.
@@ -109,8 +109,8 @@ class StepLoads(Ending):
             The directory of the step.
 
         Raises:
-            CheckpointError: Another run has taken over the local directory, the directory in which
-                this run has saved is no longer at its path, or the system has no more threads.
+            CheckpointError: Another run has taken over the local directory, the directory that this
+                run has used is no longer at its path, or the system has no more threads.
             NotFoundError: The step is not committed, or is being removed.
             StorageError: The lease, a file in the directory of the run, cannot be written.
 
@@ -162,7 +162,7 @@ class StepLoads(Ending):
 
         Raises:
             CheckpointError: The background save failed; the message names its step. Or the
-                directory in which this run has saved is no longer at its path.
+                directory that this run has used is no longer at its path.
             CheckpointException: A rank raised an error; ``failures`` maps ranks to their errors. It
                 does not derive from ``Exception``. ``state`` may be partly loaded, unless
                 ``strict`` was the reason.
