@@ -3,8 +3,9 @@
 A path has no identity: another run may begin under the path of a directory that was moved or
 removed, and a copied directory has the id of the original until a job begins there. The first rank
 writes the id into the directory when its job takes a term. The agent writes it before the first
-step that it writes there, unless it is there, and then marks the id in memory as written. If the memory is marked, and the directory has no id or another one, then the memory belongs
-to a run that is no longer at this path.
+step that it writes there, unless it is there, and then marks the id in memory as written. If the
+memory is marked, and the directory has no id or another one, then the memory belongs to a run that
+is no longer at this path.
 
 Containers of one machine may share the memory, and have different directories at the same path. So
 a trainer and its agent compare a directory that both see. The same URL may lead to different
