@@ -386,10 +386,37 @@ OF_TESTS = {
     "steps are discarded although the directory of the run is away": (
         Mutation(
             "torch_ckpt/ladder/lineage.py",
-            "        self._check_place_of(self._term or self._seen)\n",
-            "",
+            "        self.check_place()\n        self.check_since_restore()\n",
+            "        self.check_since_restore()\n",
         ),
         "python/test_moved_runs.py::test_a_run_discards_no_step_while_its_directory_is_not_at_its_path",
+    ),
+    "a job that has only restored saves to another directory at its path": (
+        Mutation(
+            "torch_ckpt/ladder/lineage.py",
+            "        self._place = self._term or newest\n",
+            "",
+        ),
+        "python/test_moved_runs.py::"
+        "test_a_run_saves_nothing_to_another_directory_at_its_path_and_removes_nothing",
+    ),
+    "an agent writes the last step where the directory of the run was unmounted": (
+        Mutation(
+            "torch_ckpt/agent/identity.py",
+            "        may_be_empty = may_be_empty or target.is_directory()\n",
+            "        may_be_empty = True\n",
+        ),
+        "python/test_last_steps_in_memory.py::"
+        "test_close_reports_a_last_step_that_is_in_memory_alone",
+    ),
+    "a step whose successors were discarded is not promoted again": (
+        Mutation(
+            "torch_ckpt/ladder/promotion_steps.py",
+            "            if not self._of(step).is_in_run:\n",
+            "            if False:\n",
+        ),
+        "python/test_promotion.py::"
+        "test_a_step_that_newer_ones_had_displaced_in_the_run_is_promoted_again_once_they_are_discarded",
     ),
     "a restore that passes over a damaged step counts as failed": (
         Mutation(
