@@ -439,6 +439,19 @@ def test_a_step_that_newer_ones_had_displaced_in_the_run_is_promoted_again_once_
         assert torch.equal(restored["w"], _state(3)["w"])
 
 
+def test_each_discard_promotes_what_it_uncovers(tmp_path: Path) -> None:
+    """Also steps that a promotion has skipped because newer ones were there."""
+    run = tmp_path / "run"
+    with Run(run, local=tmp_path / "local", keep_last=2, keep_local=6) as training:
+        for step in range(1, 7):
+            training.save(step, _state(step))
+            training.wait(promoted=True)
+        for discarded, remaining in [(5, [5, 4]), (3, [3, 2]), (1, [1])]:
+            training.discard_after(discarded)
+            training.wait(promoted=True)
+            assert committed_steps(Location(run)) == remaining
+
+
 def test_a_failed_promotion_of_a_discarded_step_is_not_raised(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", local=tmp_path / "local", keep_local=3)
     run.save(1, _state(1))

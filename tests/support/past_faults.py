@@ -412,7 +412,7 @@ OF_TESTS = {
     "a step whose successors were discarded is not promoted again": (
         Mutation(
             "torch_ckpt/ladder/promotion_steps.py",
-            "            if not self._of(step).is_in_run:\n",
+            "            if not self._of(step).is_in_run and self._of(step).state in _ENDED:\n",
             "            if False:\n",
         ),
         "python/test_promotion.py::"

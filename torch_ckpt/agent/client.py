@@ -234,7 +234,7 @@ class AgentClient:
     def has_ended(self, timeout_s: float) -> bool:
         """Waits until the agent of this connection ends; returns whether it has in time."""
         waiting = self._waiting(lambda: f"{self.name} to write what it has mapped")
-        connection, pauses = self._connection, waiting.rounds(timeout_s)
+        connection, pauses = self._connection, waiting.rounds(timeout_s, ends_on_signal=True)
         return connection is None or any(has_arrived(connection, each) for each in pauses)
 
     def detach(self, *, drop: bool) -> None:

@@ -257,7 +257,7 @@ def claim_directory(
             f"cannot write to {directory}: it belongs to another run now. Its run-id is {found}, "
             f"and that of this run is {own.id}"
         )
-    if job and (own is None or found is None):
+    if job and (found is None or (own is None and not may_be_empty)):
         may_be_empty = may_be_empty or target.is_directory()
         check_directory(directory, term_in(small_files), job, may_be_empty=may_be_empty)
     if own is None:

@@ -408,18 +408,9 @@ class SnapshotAgent:
     def slot_report(self) -> SlotReport:
         """Returns the slots in memory on the first rank of this machine; nothing on others.
 
-        If its last slot was removed, first waits for the agent, which has it mapped, writes it, and
-        ends. Raises StorageError if the step is not on disk then: an older one would hide it.
+        If the memory was removed, first waits for the agent; see :func:`_await_removed`.
         """
-        if (staged := self.in_memory) is not None and not staged.slot.exists():
-            knows = not (self.folder / "agent.socket").exists()
-            has_ended = self._client.has_ended(0.9 * self.timeout_s if knows else 0.0)
-            is_written = has_checkpoint(staged.directory)
-            self.in_memory = None if is_written or has_ended else staged
-            if not is_written:
-                later = "" if has_ended else "; its agent may still write it"
-                what = f"step {staged.header.step} is not on disk, and its memory was removed"
-                raise StorageError(f"{what}{later}")
+        _await_removed(self, self._client)
         return self._memory.slot_report()
 
     def close(self, *, drop: bool = False) -> None:
@@ -472,3 +463,22 @@ def _log(staged: StagedSave, phases: Phases, ranks: int) -> None:
         nbytes = 0 if index is None else sum(nbytes for _, nbytes in index.files)
         details = [f"{ranks} ranks" if ranks > 1 else "1 rank", "by the agent"]
         phases.end("saved", nbytes, staged.directory, *details, is_first=True)
+
+
+def _await_removed(agent: SnapshotAgent, client: AgentClient) -> None:
+    """Waits for the agent if the last slot of this rank was removed: it has the slot mapped.
+
+    Such an agent writes the newest step and ends. Raises StorageError if the step is not on disk
+    then, or the agent has not ended: an older step would hide it.
+    """
+    staged = agent.in_memory
+    if staged is None or staged.slot.exists():
+        return
+    is_known = not (agent.folder / "agent.socket").exists()
+    has_ended = client.has_ended(0.9 * agent.timeout_s if is_known else 0.0)
+    if has_ended:
+        agent.in_memory = None
+    if not (has_ended and has_checkpoint(staged.directory)):
+        later = "" if has_ended else "; its agent may still write it"
+        what = f"step {staged.header.step} is not on disk, and its memory was removed"
+        raise StorageError(f"{what}{later}")

@@ -238,11 +238,14 @@ class Lineage:
         return self._term or newest_term(self._run)
 
     def discarded_after(self, step: int) -> None:
-        """Records that the steps after this one were removed."""
+        """Records that the steps after this one were removed, or that this failed."""
         self._has_warned, self._passed_over = False, None
         self._saved = math.inf  # The steps may be in a place that cannot be reached now.
-        self._remaining = min(self._remaining, step)
-        self._restored = {each: term for each, term in self._restored.items() if each <= step}
+        with contextlib.suppress(CheckpointError):
+            if not any(disk.newest_after(step) for disk in self._disks):
+                self._remaining = min(self._remaining, step)
+                restored = self._restored.items()
+                self._restored = {each: term for each, term in restored if each <= step}
         self._committed = None
         if self._at is not None and self._at >= step:
             self._take_root_of(self._at)

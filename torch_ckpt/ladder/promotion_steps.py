@@ -250,13 +250,13 @@ class PromotionSteps:
     def forget(self, local: Collection[int], in_run: Collection[int]) -> None:
         """Drops the steps that no longer exist in either directory, after a removal in both.
 
-        Promoted steps that the run no longer has may have to be promoted again: newer ones, which
+        Local steps that the run does not have may have to be promoted now: newer ones, which had
         displaced them there, are gone.
         """
         self.remain_in_run(in_run)
         for step in local:
-            if not self._of(step).is_in_run:
-                self.lost_in_run(step, is_other=False)
+            if not self._of(step).is_in_run and self._of(step).state in _ENDED:
+                self._of(step).state = _State.UNREADABLE  # Until it is examined again.
         there = {*local, *in_run}
         self._steps = {each: found for each, found in self._steps.items() if each in there}
         self._unreported.intersection_update(there)

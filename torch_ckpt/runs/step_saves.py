@@ -350,6 +350,7 @@ class StepSaves:
 
         def own() -> tuple[int, Any]:
             self.ready()
+            _ = [rung.report() for rung in self._backend.rungs]  # An agent may still write a step.
             return step_number(step), self._disk.report()
 
         def check(answers: list[tuple[int, Any]]) -> int:
