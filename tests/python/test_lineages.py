@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -983,6 +984,22 @@ def test_a_save_in_the_background_from_which_a_newer_job_goes_on_is_committed(
         goes_on.set()
         one.wait()
     assert restored(Run(run)) == (10, 1)
+
+
+def test_a_discard_that_fails_leaves_the_steps_on_the_lineage(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Run(run) as training:
+        for step in (1, 2, 3, 4):
+            save(training, step, 1)
+        with monkeypatch.context() as patch:
+            removal = "torch_ckpt.runs.step_saves.discard_after"
+            patch.setattr(removal, mock.Mock(side_effect=StorageError("EIO")))
+            with pytest.raises(StorageError, match="EIO"):
+                training.discard_after(2)
+        save(training, 5, 1)
+    shutil.rmtree(run / "step-5")
+    assert restored(Run(run)) == (4, 1)
 
 
 @pytest.mark.parametrize("restores", [True, False])

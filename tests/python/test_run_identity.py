@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import shutil
@@ -26,8 +27,11 @@ from torch_ckpt.agent.identity import (
     id_in_directory,
     id_in_memory,
     set_id,
+    write_id,
 )
 from torch_ckpt.agent.memory import complete_slots, folder_of, has_agent, run_of
+from torch_ckpt.commits.small_files import BRANCH
+from torch_ckpt.commits.terms import take_term
 from torch_ckpt.errors import CheckpointError
 from torch_ckpt.filesystems.location import Location
 
@@ -207,6 +211,22 @@ def test_a_crash_between_the_steps_of_the_first_save_loses_and_offers_nothing_wr
     assert restored(run) == 1  # As if it had died before the step.
     shutil.rmtree(run)
     assert restored(run) is None
+
+
+def test_an_agent_whose_memory_was_removed_goes_by_terms_or_the_id_of_a_local_directory(
+    run: Path,
+) -> None:
+    """Each machine has its own local directory, which may lack the term of the job."""
+    run.mkdir()
+    term = take_term(Location(run), {0: 0}, job="own").number
+    step, folder = Location(run) / "step-1", run.with_name("removed memory")
+    own, other = ({BRANCH: json.dumps({"term": term, "job": j}).encode()} for j in ("own", "b"))
+    for _ in range(2):
+        claim_directory(step, folder, own)
+        with pytest.raises(CheckpointError, match="not the directory of this run"):
+            claim_directory(step, folder, other)
+        write_id(Location(run), A)
+    claim_directory(step, folder, other, may_be_empty=True)
 
 
 def test_a_step_in_memory_is_written_although_the_term_of_its_job_is_gone(run: Path) -> None:

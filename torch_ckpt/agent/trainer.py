@@ -374,7 +374,7 @@ class SnapshotAgent:
         """Waits until the agent has committed a save. The first rank logs it."""
         self.persist(staged)
         if self._group.is_coordinator:
-            _log(staged, phases, self.member.world_size)
+            _log_saved(staged, phases, self.member.world_size)
 
     def copy(self, source: Location, target: Location, **options: Any) -> AgentCopy:
         """Returns a copy of a checkpoint, whose data files the agent sends."""
@@ -454,7 +454,7 @@ class SnapshotAgent:
         self._client.detach(drop=False)
 
 
-def _log(staged: StagedSave, phases: Phases, ranks: int) -> None:
+def _log_saved(staged: StagedSave, phases: Phases, ranks: int) -> None:
     """Logs that a save is on disk."""
     if not (is_first(ranks) and _LOG.isEnabledFor(logging.INFO)):
         return
@@ -474,8 +474,8 @@ def _await_removed(agent: SnapshotAgent, client: AgentClient) -> None:
     staged = agent.in_memory
     if staged is None or staged.slot.exists():
         return
-    is_known = not (agent.folder / "agent.socket").exists()
-    has_ended = client.has_ended(0.9 * agent.timeout_s if is_known else 0.0)
+    ends_soon = not (agent.folder / "agent.socket").exists()  # An agent without its socket ends.
+    has_ended = client.has_ended(0.9 * agent.timeout_s if ends_soon else 0.0)
     if has_ended:
         agent.in_memory = None
     if not (has_ended and has_checkpoint(staged.directory)):

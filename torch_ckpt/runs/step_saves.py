@@ -350,7 +350,7 @@ class StepSaves:
 
         def own() -> tuple[int, Any]:
             self.ready()
-            _ = [rung.report() for rung in self._backend.rungs]  # An agent may still write a step.
+            _ = [rung.report() for rung in self._backend.rungs]  # Waits for agents that end.
             return step_number(step), self._disk.report()
 
         def check(answers: list[tuple[int, Any]]) -> int:
